@@ -1,0 +1,169 @@
+"""The whole contract of a plug-in. To add a backend, write these two and name the first in an entry point:
+
+- a `Plugin`: what is known about the backend before its framework is imported (the launcher reads it);
+- a `Backend`: what runs inside each process, between `Strategy`, which has checked every argument, and the framework.
+
+    [project.entry-points."unidist.backends"]
+    mine = "my_package:plugin"
+
+`unidist.testing` holds the conformance suite that tells whether it keeps the promises; `backends/unidist_torch` is an example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from unidist.launch.plan import Job, Process
+    from unidist.world import World
+
+Reduction = Literal["sum", "min", "max"]
+Tensor = Any  # the framework's own
+Model = Any
+Optimizer = Any
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend promises. Each field is True, or a sentence: why not, and what to do instead.
+
+    `Strategy` raises `UnsupportedOperation` with that sentence, and `unidist backends` prints it.
+    """
+
+    synchronous: bool | str = True  # a step equals the serial step on the concatenated batches
+    uneven_batches: bool | str = True  # ... also when the ranks' batches differ in size
+    spelled_out: bool | str = True  # forward / backward / step, beside train_step
+    accumulate: bool | str = True
+    clip_norm: bool | str = True
+    native_optimizer: bool | str = True
+    gpu: bool | str = True
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A backend as seen from outside: importing it must not import the framework."""
+
+    name: str
+    backend: str  # "package.module:Class" of the Backend, imported when a Strategy starts
+    options: type  # a frozen dataclass; its fields are the options, its __post_init__ refuses bad values
+    requires: tuple[str, ...]  # top-level modules without which the backend cannot start
+    capabilities: Capabilities = Capabilities()
+    implied_by: str | None = None  # an environment variable of the engine's own launcher that selects this backend
+    plan: Callable[[Job], Sequence[Process]] | None = None  # the processes of a job; None: `nproc` equal workers
+
+
+class Update(NamedTuple):
+    """What to do with the gathered gradients: multiply by `rescale`, clip to `clip_norm`, apply with rate `lr`."""
+
+    rescale: float = 1.0
+    clip_norm: float | None = None
+    lr: float | None = None  # None leaves the optimizer's rate alone
+
+
+class Backend(ABC):
+    """One process of a job on one framework. Tensors, models and optimizers are the framework's own objects."""
+
+    framework: str  # "torch", "mxnet", "oneflow": what the user's model is written in
+    device: str  # where batches arrive, as the framework spells it
+    transport: str  # what carries the gradients, for the start-up line
+    capabilities: Capabilities
+    world: World
+    devices: int = 1  # how many devices this process drives
+
+    @abstractmethod
+    def __init__(self, world: World, options: Any, device: str | None, timeout: float) -> None:
+        """Import the framework and meet the other ranks, within `timeout` seconds. Sets the attributes above."""
+
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """Leave. After a failure never wait for anyone: the others may be gone."""
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_tensor(self, value: object) -> bool: ...
+
+    @abstractmethod
+    def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A copy on the host that nothing will change later."""
+
+    @abstractmethod
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """The array on the device, same dtype. It may share memory: the caller gives the array away."""
+
+    # -- collectives: every rank calls them with the same shape and dtype; the input is left unchanged ---------
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Tensor: ...
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]: ...
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    # -- models ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare(self, model: Model, optimizer: Optimizer | None) -> tuple[Model, Optimizer | None]:
+        """Move to the device, make every rank equal to rank 0, arrange for gradients to be averaged.
+
+        `optimizer` is one of unidist's specs, to be turned into the framework's own, or a native one.
+        """
+
+    @abstractmethod
+    def unwrap(self, model: Model) -> Model:
+        """The user's own model inside what `prepare` returned."""
+
+    @abstractmethod
+    def state(self, model: Model) -> Mapping[str, Tensor]:
+        """Parameters and buffers by name, without any wrapper's prefix."""
+
+    @abstractmethod
+    def load_state(self, model: Model, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Overwrite what `state` lists; names and shapes have been checked."""
+
+    @abstractmethod
+    def evaluate(self, model: Model) -> AbstractContextManager[None]:
+        """Inside: evaluation mode, no gradients, no communication when the model is called. Modes are restored."""
+
+    # -- a training step -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(self, model: Model, sync: bool) -> AbstractContextManager[None]:
+        """The user computes a loss inside. `sync` is False while gradients are only being accumulated."""
+
+    @abstractmethod
+    def backward(self, model: Model, loss: Tensor, weight: float) -> None:
+        """Add the gradient of `weight * loss`; when synchronising, the sum so far becomes its mean over ranks."""
+
+    @abstractmethod
+    def apply(self, model: Model, optimizer: Optimizer, update: Update) -> None:
+        """Do what `update` says, then clear the gradients."""
+
+    def train_step(
+        self, model: Model, optimizer: Optimizer, loss_fn: Callable[..., Tensor]
+    ) -> Callable[[Sequence[Any], float, Update | None], Tensor]:
+        """The three above as one callable `(batch, weight, update) -> loss`; update None means accumulate only.
+
+        Override it where the engine does better, or only can, with the whole step in hand.
+        """
+
+        def run(batch: Sequence[Any], weight: float, update: Update | None) -> Tensor:
+            with self.forward(model, update is not None):
+                loss = loss_fn(model, *batch)
+            self.backward(model, loss, weight)
+            if update is not None:
+                self.apply(model, optimizer, update)
+            return loss
+
+        return run
