@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from unidist.backend import Plugin
+from unidist.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -12,20 +18,124 @@ class Job:
     """What the user asked for, with every choice made: the input of a plan."""
 
     backend: str
-    command: tuple[str, ...]  # interpreter, script, arguments
+    python: str  # the interpreter that has the framework
+    command: tuple[str, ...]  # that interpreter, the script, its arguments
     nproc: int
     servers: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    ports: Sequence[int] = ()  # free ports, as many as the plan needs
+    # Free ports, ascending. The first is MASTER_PORT; the plan may use the others, one for each process and one more.
+    ports: tuple[int, ...] = ()
+    control: str = ""  # address of the control plane
+    token: str = field(default="", repr=False)
+    restart: int = 0  # how many times the job was started again
+    env: Mapping[str, str] = field(default_factory=dict)  # for every process
+
+    @staticmethod
+    def ports_needed(nproc: int, servers: int) -> int:
+        return nproc + servers + 2
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a plan."""
+    """One process of a plan. A backend gives role, rank (within the role), what its role adds to the environment
+    and the command; `plan` completes the environment with what every process of a job gets."""
 
     role: str
     rank: int
-    host: str
-    env: Mapping[str, str]
     command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    alone: bool = False  # the only one of its role, so its name needs no number
+
+    @property
+    def name(self) -> str:
+        return self.role if self.alone else f"{self.role} {self.rank}"
+
+    @property
+    def is_worker(self) -> bool:
+        """The job lasts as long as its workers; every other role serves them and ends with them."""
+        return self.role == "worker"
+
+
+def plan(job: Job, plugin: Plugin) -> list[Process]:
+    """Every process of the job, services first (workers look for them), with its whole environment."""
+    if plugin.plan is not None:
+        processes = list(plugin.plan(job))
+    elif job.servers:
+        raise LaunchError(f"backend {plugin.name!r} has no servers: leave --servers out")
+    else:
+        processes = [Process("worker", rank, job.command, host=job.host) for rank in range(job.nproc)]
+    workers = [process for process in processes if process.is_worker]
+    if [process.rank for process in workers] != list(range(job.nproc)):
+        raise LaunchError(
+            f"the plan of backend {plugin.name!r} must have workers 0 to {job.nproc - 1} in order, "
+            f"it has {[process.rank for process in workers]}"
+        )
+    ordered = [process for process in processes if not process.is_worker] + workers
+    roles = [process.role for process in ordered]
+    return [
+        replace(process, env=_environment(job, process), alone=not process.is_worker and roles.count(process.role) == 1)
+        for process in ordered
+    ]
+
+
+def _environment(job: Job, process: Process) -> dict[str, str]:
+    # One machine for now: the local rank is the rank.
+    common = {
+        "UNIDIST_BACKEND": job.backend,
+        "UNIDIST_OPTIONS": json.dumps(dict(job.options)),
+        "UNIDIST_ROLE": process.role,
+        "UNIDIST_RANK": str(process.rank),
+        "UNIDIST_WORLD_SIZE": str(job.nproc),
+        "UNIDIST_LOCAL_RANK": str(process.rank),
+        "UNIDIST_LOCAL_WORLD_SIZE": str(job.nproc),
+        "UNIDIST_NODE_RANK": "0",
+        "UNIDIST_NUM_NODES": "1",
+        "UNIDIST_MASTER_ADDR": job.host,
+        "UNIDIST_MASTER_PORT": str(job.ports[0]) if job.ports else "",
+        "UNIDIST_CONTROL": job.control,
+        "UNIDIST_TOKEN": job.token,
+        "UNIDIST_RESTART": str(job.restart),
+        "PYTHONUNBUFFERED": "1",  # a line is shown when it is printed, and not lost when the process is killed
+    }
+    native = {  # for scripts that read these themselves
+        "MASTER_ADDR": common["UNIDIST_MASTER_ADDR"],
+        "MASTER_PORT": common["UNIDIST_MASTER_PORT"],
+        "WORLD_SIZE": str(job.nproc),
+        "RANK": str(process.rank),
+        "LOCAL_RANK": str(process.rank),
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+    }
+    return {**common, **(native if process.is_worker else {}), **job.env, **process.env}
+
+
+# Who a process is, as other launchers say it. Whoever runs `unidist run` inside one of them (a shell in an allocation,
+# a notebook started by torchrun) would pass it on to every child. What tunes an engine (NCCL_*, …) stays.
+_FOREIGN = re.compile(
+    "UNIDIST_.*|TORCHELASTIC_.*|PET_.*|OMPI_COMM_WORLD_.*|PMIX?_.*|"
+    "(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)|"
+    "HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|CONTROLLER|GLOO_RENDEZVOUS_.*)|"
+    "DMLC_(ROLE|PS_ROOT_URI|PS_ROOT_PORT|NUM_SERVER|NUM_WORKER|NODE_HOST|WORKER_ID|SERVER_ID)|"
+    "SLURM_(PROCID|LOCALID|NODEID)"
+)
+_OURS_TO_KEEP = frozenset({"UNIDIST_HOME", "UNIDIST_DEBUG"})
+
+
+def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment that children inherit: ours, without what another launcher said about us."""
+    return {name: value for name, value in env.items() if name in _OURS_TO_KEEP or not _FOREIGN.fullmatch(name)}
+
+
+def describe(processes: Sequence[Process]) -> list[dict[str, Any]]:
+    """The plan as JSON data. The token is a secret and is left out."""
+    return [
+        {
+            "role": process.role,
+            "rank": process.rank,
+            "host": process.host,
+            "command": list(process.command),
+            "env": {name: value for name, value in process.env.items() if name != "UNIDIST_TOKEN"},
+        }
+        for process in processes
+    ]

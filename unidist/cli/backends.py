@@ -1,0 +1,97 @@
+"""`unidist backends`: which backends there are, what each can do, and why one cannot start here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib import metadata
+
+from unidist import registry
+from unidist.backend import Capabilities, Plugin
+from unidist.launch import environments
+from unidist.setup import recipes, store
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "List the backends: framework version, environment, capabilities, and what is missing."
+    parser.add_argument("--markdown", action="store_true", help="only the capabilities, as the table in the README")
+
+
+def run(args: argparse.Namespace) -> int:
+    plugins = [registry.plugin(name) for name in registry.names()]
+    if args.markdown:
+        print(markdown(plugins))
+        return 0
+    rows = [("BACKEND", "FRAMEWORK", "ENVIRONMENT"), *((plugin.name, *state(plugin)) for plugin in plugins)]
+    print(_aligned(rows))
+    print()
+    print(_aligned(_capabilities(plugins)))
+    notes = _notes(plugins)
+    if notes:
+        print("\n" + "\n".join(notes))
+    return 0
+
+
+def state(plugin: Plugin) -> tuple[str, str]:
+    """(framework and version, where it would run), or why it would not."""
+    absent = environments.lacking(plugin)
+    if not absent:
+        return ", ".join(f"{name} {_version(name)}" for name in plugin.requires), f"this interpreter ({sys.executable})"
+    recipe = recipes.recipe_of(plugin.name)
+    environment = store.find(recipe, plugin.name) if recipe else None
+    if environment is None:
+        how = f"run `{environments.command()} setup {plugin.name}`" if recipe else "install it"
+        return "-", f"not available: no module {', '.join(absent)} here; {how}"
+    versions = environment.ready()[plugin.name]["versions"]
+    return ", ".join(f"{name} {versions.get(name, '?')}" for name in plugin.requires), str(environment.path)
+
+
+def markdown(plugins: Sequence[Plugin]) -> str:
+    header, *rows = _capabilities(plugins)
+    lines = [header, ("---",) * len(header), *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    notes = _notes(plugins)
+    return table + ("\n\n" + "\n".join(f"- {note}" for note in notes) if notes else "")
+
+
+def _capabilities(plugins: Sequence[Plugin]) -> list[tuple[str, ...]]:
+    """One row for each capability; what is not there refers to a note."""
+    numbers = {sentence: i for i, sentence in enumerate(_sentences(plugins), 1)}
+    rows: list[tuple[str, ...]] = [("", *(plugin.name for plugin in plugins))]
+    for field in fields(Capabilities):
+        values = [getattr(plugin.capabilities, field.name) for plugin in plugins]
+        cells = ("yes" if value is True else f"no ({numbers[value]})" for value in values)
+        rows.append((field.name.replace("_", " "), *cells))
+    return rows
+
+
+def _notes(plugins: Sequence[Plugin]) -> list[str]:
+    return [f"({i}) {sentence}" for i, sentence in enumerate(_sentences(plugins), 1)]
+
+
+def _sentences(plugins: Sequence[Plugin]) -> list[str]:
+    """Why something is not there, each sentence once, in the order of the table."""
+    return list(
+        dict.fromkeys(
+            value
+            for field in fields(Capabilities)
+            for plugin in plugins
+            if (value := getattr(plugin.capabilities, field.name)) is not True
+        )
+    )
+
+
+def _version(module: str) -> str:
+    try:
+        return metadata.version(module)
+    except metadata.PackageNotFoundError:
+        return "(version unknown)"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

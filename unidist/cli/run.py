@@ -1,0 +1,244 @@
+"""`unidist run`: from the command line to a `Job` and `Settings`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from unidist import registry
+from unidist.backend import Plugin
+from unidist.errors import LaunchError, UsageError
+from unidist.launch import environments
+from unidist.launch.engine import Settings, choose_ports, run_guarded
+from unidist.launch.plan import Job, Process, describe, plan
+from unidist.launch.ports import Ports
+
+EXAMPLES = """\
+examples:
+  unidist run --backend torch --nproc 2 train.py --epochs 3     everything after the script is the script's
+  unidist run --nproc auto -m package.train                     one process for each GPU (or core), a module
+  unidist run --backend mxnet --nproc 2 --servers 1 --option kvstore=dist_async train.py
+  unidist run --nproc 2 --max-restarts 3 --log-dir logs train.py
+  unidist run --nproc 2 --timeout 60 train.py                   end the job when a step takes a minute
+  unidist run --nproc 2 --dry-run train.py                      show the processes, start none
+
+Every line that a process prints is shown with its name in front. When one fails, the others are ended, the first
+cause is shown, and its exit code is ours (128 + n for signal n).
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Start a training script on several processes of this machine."
+    parser.epilog = EXAMPLES
+    parser.usage = "unidist run [--backend B] [--nproc N] [options] script.py [arguments of the script]"
+    add = parser.add_argument
+    add("-b", "--backend", help="torch, mxnet, oneflow, horovod or another that is installed; see `unidist backends`")
+    add(
+        "-n", "--nproc", *_spellings("nproc-per-node"), default="1", metavar="N", help="workers, or `auto` (default: 1)"
+    )
+    add("--servers", type=int, default=0, metavar="M", help="parameter servers, for backends that have them")
+    add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend; may be repeated")
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
+    add(*_spellings("max-restarts"), type=int, default=0, metavar="N", help="start the job again after a failure")
+    add(*_spellings("log-dir"), metavar="DIR", help="also write the output of each process to a file there")
+    add("--timeout", type=float, metavar="S", help="end the job when a rank makes no progress for S seconds")
+    add("--grace", type=float, default=5.0, metavar="S", help="seconds between SIGTERM and SIGKILL (default: 5)")
+    add("-q", "--quiet", action="store_true", help="show worker 0 only")
+    add("--label-master", action="store_true", help="call worker 0 `[master]`")
+    # An option with an optional value would swallow the script, so each form is a flag.
+    add("--dry-run", "--dry-run=table", dest="dry_run", action="store_const", const="table", help="show the plan only")
+    add("--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
+    add(*_spellings("master-addr"), default="127.0.0.1", metavar="A", help="where rank 0 listens (default: 127.0.0.1)")
+    add(*_spellings("master-port"), type=int, metavar="P", help="a fixed port (default: one that is free)")
+    add("--interface", metavar="IF", help="network interface for gloo, NCCL, MXNet and Horovod, such as eth0")
+    add("--nccl-debug", metavar="LEVEL", help="NCCL_DEBUG: VERSION, WARN, INFO or TRACE")
+    add("--nccl-ib-disable", action="store_true", help="NCCL_IB_DISABLE=1: no InfiniBand")
+    # torchrun's words for what is always so here, or is not yet: taken, so that a command line can be carried over.
+    add("--standalone", action="store_true", help=argparse.SUPPRESS)
+    add("--nnodes", default="1", help=argparse.SUPPRESS)
+    add(*_spellings("node-rank"), type=int, default=0, help=argparse.SUPPRESS)
+    for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"):
+        add(*_spellings(name), help=argparse.SUPPRESS)
+    add("script", help="the script to run")
+    add("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_torchrun(args)
+    plugin, why = (
+        registry.choose(args.backend) if args.backend or _installed() else (registry.plugin(_set_up()), "set up")
+    )
+    options = parse_options(plugin, args.option)
+    registry.build_options(plugin, options)  # a misspelt one ends here, before anything starts
+    nproc = _nproc(args.nproc)
+    if not args.module and not os.path.exists(args.script):
+        raise UsageError(f"there is no file {args.script!r} in {os.getcwd()}; to run a module: -m NAME")
+    python, variables = environments.interpreter_for(plugin.name)
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _cores() // nproc)
+    job = Job(
+        backend=plugin.name,
+        python=python,
+        command=(python, *(["-m"] if args.module else []), args.script, *args.args),
+        nproc=nproc,
+        servers=args.servers,
+        options=options,
+        host=_address(args.master_addr),
+        token=secrets.token_hex(16),
+        env={**variables, **_network(args), **({"OMP_NUM_THREADS": str(threads)} if threads else {})},
+    )
+    settings = Settings(
+        master_port=args.master_port,
+        timeout=args.timeout,
+        grace=args.grace,
+        max_restarts=args.max_restarts,
+        log_dir=args.log_dir,
+        quiet=args.quiet,
+        master=args.label_master,
+    )
+    if args.dry_run:
+        return _show(job, settings, plugin, args.dry_run)
+    if not args.quiet:
+        said = f"; OMP_NUM_THREADS={threads} in each, for {_cores()} cores (set it to change that)" if threads else ""
+        chosen = "" if args.backend else f" ({why})"
+        print(f"unidist: {plugin.name}{chosen} on {nproc} worker{'s' * (nproc > 1)}{said}", file=sys.stderr, flush=True)
+    return run_guarded(job, settings)
+
+
+def parse_options(plugin: Plugin, pairs: Sequence[str]) -> dict[str, Any]:
+    """`key=value` pairs. A value is JSON where it can be, except where the option is a string."""
+    types = {field.name: field.type for field in fields(plugin.options)}
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--option {pair}: write it as name=value")
+        options[name.replace("-", "_")] = value
+        if types.get(name.replace("-", "_")) not in (str, "str", "str | None"):
+            with contextlib.suppress(ValueError):  # then it is a plain string
+                options[name.replace("-", "_")] = json.loads(value)
+    return options
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """torchrun takes both, and so do we."""
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
+
+
+def _check_torchrun(args: argparse.Namespace) -> None:
+    if args.nnodes not in ("1", "1:1") or args.node_rank:
+        raise UsageError(
+            f"--nnodes {args.nnodes} --node-rank {args.node_rank}: `unidist run` starts the processes of one machine. "
+            "Across machines start the script with torchrun, srun, mpirun or horovodrun: unidist finds its place there."
+        )
+    given = [
+        f"--{name}"
+        for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf")
+        if getattr(args, name.replace("-", "_"))
+    ]
+    if given:
+        print(f"unidist: {', '.join(given)} not needed on one machine, not used", file=sys.stderr)
+
+
+def _installed() -> bool:
+    """Whether `registry.choose` can find a backend without being told."""
+    return bool(os.environ.get("UNIDIST_BACKEND")) or any(
+        not environments.lacking(registry.plugin(name)) for name in registry.names()
+    )
+
+
+def _set_up() -> str:
+    """This interpreter has no framework: the environment that was set up decides, if there is just one."""
+    from unidist.setup import recipes, store
+
+    found = [
+        name
+        for name in registry.names()
+        if (recipe := recipes.recipe_of(name)) is not None and store.find(recipe, name)
+    ]
+    if len(found) == 1 or registry.DEFAULT in found:
+        return registry.DEFAULT if registry.DEFAULT in found else found[0]
+    state = (
+        f"set up: {', '.join(found)}" if found else f"none is set up; `{environments.command()} setup NAME` does that"
+    )
+    raise UsageError(f"which backend? Name one of {', '.join(registry.names())} with --backend ({state}).")
+
+
+def _nproc(text: str) -> int:
+    if text in ("auto", "gpu", "cpu"):
+        devices = _gpus() if text != "cpu" else 0
+        if text == "gpu" and not devices:
+            raise LaunchError("--nproc gpu: no GPU is visible (CUDA_VISIBLE_DEVICES, nvidia-smi)")
+        return devices or _cores()
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--nproc {text}: give a number of processes from 1 up, or `auto`")
+    return int(text)
+
+
+def _gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _address(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise UsageError(f"--master-addr {name}: {error}") from None
+
+
+def _network(args: argparse.Namespace) -> dict[str, str]:
+    env = {}
+    if args.interface:
+        known = [name for _, name in socket.if_nameindex()]
+        if args.interface not in known:
+            raise UsageError(f"--interface {args.interface}: this machine has {', '.join(known)}")
+        names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "DMLC_INTERFACE", "HOROVOD_GLOO_IFACE")
+        env.update(dict.fromkeys(names, args.interface))
+    if args.nccl_debug:
+        env["NCCL_DEBUG"] = args.nccl_debug
+    if args.nccl_ib_disable:
+        env["NCCL_IB_DISABLE"] = "1"
+    return env
+
+
+def _show(job: Job, settings: Settings, plugin: Plugin, form: str) -> int:
+    from dataclasses import replace
+
+    with Ports(job.host) as ports:
+        numbers = choose_ports(job, settings, ports)
+        processes = plan(replace(job, ports=numbers, control=f"http://{job.host}:(chosen at start)"), plugin)
+    print(json.dumps(describe(processes), indent=2) if form == "json" else _table(processes))
+    return 0
+
+
+def _table(processes: Sequence[Process]) -> str:
+    """One row for each process; what they have in common, once, below."""
+    shown = [(process, {k: v for k, v in process.env.items() if k != "UNIDIST_TOKEN"}) for process in processes]
+    common = dict(set.intersection(*(set(env.items()) for _, env in shown)))
+    rows = [("PROCESS", "HOST", "OWN ENVIRONMENT", "COMMAND")]
+    for process, env in shown:
+        own = " ".join(f"{name}={value}" for name, value in sorted(env.items()) if name not in common)
+        rows.append((process.name, process.host, own, " ".join(process.command)))
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[3]}" for row in rows]
+    lines += ["", "each process has in its environment:"]
+    lines += [f"  {process[0]:<{widths[0]}}  {process[2]}" for process in rows[1:]]
+    lines += [f"  {'all':<{widths[0]}}  {name}={value}" for name, value in sorted(common.items())]
+    return "\n".join(lines)

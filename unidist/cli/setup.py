@@ -1,0 +1,83 @@
+"""`unidist setup`: build the environment of a framework, once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+from unidist.errors import UsageError
+from unidist.setup import recipes, store
+
+EXAMPLES = """\
+examples:
+  unidist setup torch            PyTorch; then: unidist run --backend torch --nproc 2 train.py
+  unidist setup all              torch, mxnet, horovod (compiled: some minutes) and oneflow
+  unidist setup --list           what is there, and where
+  unidist setup oneflow --python ~/.pyenv/versions/3.10.13/bin/python
+
+Environments are kept in $UNIDIST_HOME, else in the user's cache directory, and are found there by `unidist run`.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Build the environments that the frameworks need: pinned, cached and proven to work."
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help=f"{', '.join(recipes.names())}, or all (of the frameworks)")
+    add("--list", action="store_true", help="show what is set up, and end")
+    add("--python", metavar="PATH", help="the interpreter to build with (default: one that fits is looked for)")
+    add(
+        "--dir", metavar="D", help="keep environments in D instead; set UNIDIST_HOME=D so that `unidist run` finds them"
+    )
+    add("--force", action="store_true", help="build again, even if it is ready")
+    add("--print-python", action="store_true", help="print only the path of the environment's interpreter at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.dir:
+        os.environ["UNIDIST_HOME"] = os.path.abspath(args.dir)
+    if args.list:
+        return _list()
+    known = recipes.names()
+    names = [name for name in known if name != "dev"] if args.names == ["all"] else args.names
+    if not names:
+        raise UsageError(f"name what to set up: {', '.join(known)} or all; --list shows what is there")
+    for name in names:
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, [*known, "all"], n=1)
+            raise UsageError(
+                f"there is no recipe for {name!r}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+                + f" Known: {', '.join(known)}"
+            )
+    from unidist.setup import build
+
+    # A kill is an interruption like any other: what was started is ended, nothing looks ready.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    begun = time.monotonic()
+    for recipe in recipes.RECIPES:
+        wanted = [stage.name for stage in recipe.stages if stage.name in names]
+        if not wanted:
+            continue
+        environment = build.ensure(recipe, wanted, args.python, args.force)
+        if args.print_python:
+            print(environment.python)
+        else:
+            print(f"{', '.join(wanted)}: ready in {environment.path} ({time.monotonic() - begun:.1f} s)")
+    return 0
+
+
+def _list() -> int:
+    for recipe in recipes.RECIPES:
+        for stage in recipe.stages:
+            environment = store.find(recipe, stage.name)
+            pythons = "/".join(recipe.python)
+            packages = ", ".join([*stage.packages, *([stage.build.requirement] if stage.build else [])])
+            where = str(environment.path) if environment else f"not set up (Python {pythons}: {packages})"
+            print(f"{stage.name:<9} {where}")
+    return 0

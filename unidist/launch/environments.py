@@ -1,0 +1,92 @@
+"""Which interpreter runs a backend, and how this very unidist gets into it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+from unidist import registry
+from unidist._version import __version__
+from unidist.backend import Plugin
+from unidist.errors import LaunchError
+from unidist.setup import recipes, store
+
+
+def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
+    """(python, variables to set) for processes of `backend`: the running interpreter if it has the framework, else the
+    environment that `unidist setup` made."""
+    plugin = registry.plugin(backend)
+    absent = lacking(plugin)
+    if not absent:
+        return sys.executable, importable()
+    recipe = recipes.recipe_of(backend)
+    environment = store.find(recipe, backend) if recipe else None
+    if environment:
+        return str(environment.python), {**environment.variables(), **importable()}
+    how = f"Run `{command()} setup {backend}` once." if recipe else "Install it there."
+    raise LaunchError(f"backend {backend!r} needs {', '.join(absent)}, which {sys.executable} does not have. {how}")
+
+
+def lacking(plugin: Plugin) -> list[str]:
+    """Which modules the running interpreter does not have. Nothing is imported."""
+    return [module for module in plugin.requires if not _has(module)]
+
+
+def _has(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None  # a mere directory of that name is no framework
+
+
+def command() -> str:
+    """How the user calls us: by the installed command, or out of a clone."""
+    return "unidist" if os.path.basename(sys.argv[0]) == "unidist" else "python -m unidist"
+
+
+# -- this unidist, in another interpreter --------------------------------------------------------------------------
+
+
+def importable() -> dict[str, str]:
+    """PYTHONPATH with which any interpreter finds this unidist and every registered backend, and nothing else of ours:
+    a directory of links. Our own site-packages there would carry packages of the wrong version along."""
+    path = os.pathsep.join([str(overlay()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path}
+
+
+def overlay() -> Path:
+    entries = list(registry._found().values())
+    links = {"unidist": Path(__file__).resolve().parent.parent, **dict(_packages(entries))}
+    table = "".join(f"{entry.name} = {entry.value}\n" for entry in entries)
+    key = hashlib.sha256(repr((sorted(links.items()), table, __version__)).encode()).hexdigest()[:12]
+    place = store.home() / "overlays" / key
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=place.parent))
+        for name, target in links.items():
+            (aside / name).symlink_to(target)
+        info = aside / f"unidist_train-{__version__}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: unidist-train\nVersion: {__version__}\n")
+        (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{table}")
+        try:
+            aside.rename(place)
+        except OSError:  # another process was faster
+            shutil.rmtree(aside)
+    return place
+
+
+def _packages(entries: list[EntryPoint]) -> Iterator[tuple[str, Path]]:
+    for entry in entries:
+        spec = importlib.util.find_spec(entry.module.partition(".")[0])
+        if spec and spec.origin:
+            origin = Path(spec.origin).resolve()
+            path = origin.parent if spec.submodule_search_locations else origin
+            yield path.name, path

@@ -1,0 +1,124 @@
+"""`unidist.launch`: a Python function on fresh processes, from a script or a notebook.
+
+Imported with `unidist` itself, so everything heavy is imported inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def launch(
+    fn: Callable[..., Any],
+    nproc: int = 2,
+    backend: str | None = None,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Run `fn(*args)` on `nproc` fresh processes and return what each gave back, by rank.
+
+    The processes are those of `unidist run --backend …`: `Strategy()` inside `fn` finds its place. `options` are the
+    backend's. `timeout` ends the job when a rank makes no progress for so many seconds; `quiet` shows worker 0 only.
+
+    A function of a module or script is found there by name (a script needs the usual `if __name__ == "__main__":`); one
+    that was typed into a notebook, a lambda or a closure travels by cloudpickle. When a rank fails, all are ended, and
+    `LaunchError` tells the first cause.
+    """
+    import json
+    import os
+    import secrets
+    import tempfile
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from unidist import registry
+    from unidist.errors import LaunchError, UsageError
+    from unidist.launch import carry, environments
+    from unidist.launch.engine import Settings
+    from unidist.launch.plan import Job
+
+    if nproc < 1:
+        raise UsageError(f"nproc={nproc}: at least one process is needed")
+    plugin, _ = registry.choose(backend)
+    registry.build_options(plugin, options)
+    python, variables = environments.interpreter_for(plugin.name)
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+    with tempfile.TemporaryDirectory(prefix="unidist-launch-") as name:
+        directory = Path(name)
+        carry.pack(fn, tuple(args), directory)
+        job = Job(
+            backend=plugin.name,
+            python=python,
+            command=(python, "-m", "unidist.launch.carry", name),
+            nproc=nproc,
+            options=options,
+            token=secrets.token_hex(16),
+            env=variables,
+        )
+        spec = json.dumps({"job": asdict(job), "settings": asdict(Settings(timeout=timeout, quiet=quiet))})
+        code, text = _supervise(spec, job.token, variables)
+        if code != 0:
+            raise LaunchError(text or f"the job ended with exit code {code}")
+        return [carry.result(directory, rank) for rank in range(nproc)]
+
+
+def _supervise(spec: str, token: str, variables: dict[str, str]) -> tuple[int, str]:
+    """Run the job under a supervisor of its own; (exit code, summary).
+
+    Not in this process: it may have threads, children and signal handlers of its own. Its output comes through
+    `sys.stdout`, which in a notebook is not file 1.
+    """
+    import os
+    import selectors
+    import subprocess
+    import sys
+
+    from unidist.launch.engine import end_all
+
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "unidist.launch.supervised"],
+        stdin=subprocess.PIPE,  # the job, and then our lifeline: it closes when we die
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": variables["PYTHONPATH"]},
+        start_new_session=True,  # Ctrl-C comes to us, and we end it
+    )
+    assert supervisor.stdin
+    assert supervisor.stdout
+    assert supervisor.stderr
+    summary: list[bytes] = []
+    try:
+        supervisor.stdin.write(spec.encode() + b"\n")
+        supervisor.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(supervisor.stdout, selectors.EVENT_READ, sys.stdout)
+            selector.register(supervisor.stderr, selectors.EVENT_READ, sys.stderr)
+            pending = {sys.stdout: b"", sys.stderr: b""}
+            while selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, 1 << 16)
+                    *lines, pending[key.data] = (pending[key.data] + data).split(b"\n")
+                    for line in lines:
+                        if summary or line.startswith(b"unidist: "):
+                            summary.append(line)
+                        else:
+                            key.data.write(line.decode(errors="replace") + "\n")
+                    key.data.flush()
+                    if not data:
+                        selector.unregister(key.fileobj)
+        code = supervisor.wait()
+    finally:
+        supervisor.stdin.close()
+        if supervisor.poll() is None:  # we were interrupted: it sees its lifeline close, and ends all
+            supervisor.wait()
+        if supervisor.returncode < 0:
+            end_all(token)
+        supervisor.stdout.close()
+        supervisor.stderr.close()
+    text = b"\n".join(summary).decode(errors="replace").removeprefix("unidist: ")
+    return code if code >= 0 else 128 - code, text

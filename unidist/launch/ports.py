@@ -1,0 +1,91 @@
+"""Free ports of this machine, kept until the job is over, and who holds one that is not free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from pathlib import Path
+
+from unidist.errors import LaunchError
+
+
+class Ports:
+    """Reserves ports on `host`. A context: leaving it gives them back.
+
+    They lie below the range that the kernel hands to outgoing connections, and stay bound (not listening) here: a
+    process that sets SO_REUSEADDR, as every framework's server does, can listen on them, and another `unidist run`
+    sees them taken.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> Ports:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._held:
+            held.close()
+        self._held.clear()
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """`count` free ports, ascending."""
+        top = _first_ephemeral()
+        candidates = range(max(1024, top - 16384), top)
+        taken: list[int] = []
+        for port in random.sample(candidates, len(candidates)):
+            if len(taken) == count:
+                return tuple(sorted(taken))
+            with contextlib.suppress(OSError):
+                self._hold(port)
+                taken.append(port)
+        raise LaunchError(f"no {count} free ports between {candidates.start} and {candidates.stop} on {self._host}")
+
+    def fixed(self, port: int) -> int:
+        """The port that the user named, or an error that says who has it."""
+        try:
+            self._hold(port)
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} cannot be used on {self._host} ({error.strerror}): {holder(port)}. "
+                "Choose another with --master-port, or leave it out and a free one is found."
+            ) from None
+        return port
+
+    def _hold(self, port: int) -> None:
+        held = socket.socket()
+        try:
+            held.bind((self._host, port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        except BaseException:
+            held.close()
+            raise
+        self._held.append(held)
+
+
+def holder(port: int) -> str:
+    """Who has this port, as well as /proc tells."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for row in Path(table).read_text().splitlines()[1:]:
+                fields = row.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[9] != "0":
+                    inodes.add(f"socket:[{fields[9]}]")
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):
+            if inodes & {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}:
+                command = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+                return f"process {pid} has it ({command[:80]})"
+    return "another user's process has it" if inodes else "an earlier connection may still be closing; wait a minute"
+
+
+def _first_ephemeral() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return max(2048, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    return 32768

@@ -1,0 +1,80 @@
+"""Small truths about processes on Linux: who descends from whom, and how to make a child end with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class EndWithParent:
+    """For `preexec_fn`: the kernel kills the child when the thread that started it ends. Use from the main thread.
+
+    All that needs memory or a lock is done before the fork.
+    """
+
+    def __init__(self) -> None:
+        self._prctl = _prctl()
+        self._parent = os.getpid()
+
+    def __call__(self) -> None:
+        if self._prctl:
+            self._prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != self._parent:  # it went away before the line above
+                os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """From now on a grandchild that loses its parent becomes our child, so that `descendants` is complete."""
+    prctl = _prctl()
+    if prctl:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _prctl() -> ctypes._NamedFuncPointer | None:
+    with contextlib.suppress(OSError, AttributeError):
+        return ctypes.CDLL(None, use_errno=True).prctl
+    return None  # not Linux: the process groups still go
+
+
+def descendants(root: int) -> list[int]:
+    """Every living process below `root`, nearest first. Zombies are dead."""
+    children = defaultdict(list)
+    for pid in _pids():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                state, parent = stat.read().rpartition(b")")[2].split()[:2]
+            if state not in b"ZX":
+                children[int(parent)].append(pid)
+    found = list(children[root])
+    for pid in found:
+        found.extend(children[pid])
+    return found
+
+
+def carrying(mark: str) -> list[int]:
+    """Processes whose environment holds `mark`, wherever they hang in the tree now."""
+    found = []
+    for pid in _pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+            if mark.encode() in environ.read() and pid != os.getpid():
+                found.append(pid)
+    return found
+
+
+def kill(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _pids() -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                yield int(name)

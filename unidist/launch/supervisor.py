@@ -1,0 +1,324 @@
+"""Starts the processes of a plan, shows what they print, watches them, and ends them together.
+
+One loop, no threads: output, ended processes, signals and the death of whoever started us are all events of a selector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unidist.control import Beat
+from unidist.launch import processes as system
+from unidist.launch.output import Output, Screen, Stream
+from unidist.launch.plan import Process, inherited
+
+TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
+ECHO_WAIT = 1.0  # how long the true cause may take to show after an error that looks like its echo
+SERVICES_WAIT = 5.0  # how long servers and schedulers may take to end by themselves after the workers
+
+# What the survivors say when a peer has gone. Their error is real, but it is not the cause.
+_ECHO = re.compile(
+    r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
+    r"does not answer|Socket closed|recvValue failed|has been shut down by|SIGTERM",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One process that ended badly, with what a person needs to know about it."""
+
+    name: str
+    host: str
+    code: int  # negative: the number of the signal
+    lines: tuple[str, ...]
+    hint: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: 128 + n for signal n."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    @property
+    def ending(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"killed by signal {-self.code}"
+
+    def __str__(self) -> str:
+        head = f"{self.name} on {self.host} failed first: {self.ending}{self.hint}"
+        return "\n".join([head, *(f"    {line}" for line in self.lines)])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `text` is the summary, the cause in its first line; empty when all went well."""
+
+    code: int
+    text: str = ""
+    again: bool = False  # a failure, so that a restart makes sense; not a stop that somebody asked for
+
+
+@dataclass
+class _Running:
+    process: Process
+    popen: subprocess.Popen[bytes]
+    streams: dict[str, Stream]
+    code: int | None = None
+    ended: float = 0.0
+    stopped: bool = False  # we had already asked it to end
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0) and not self.stopped
+
+
+@dataclass
+class Supervisor:
+    plan: Sequence[Process]
+    screen: Screen
+    grace: float = 5.0
+    timeout: float | None = None  # without progress for so many seconds, the job is hung
+    beats: Callable[[], dict[str, Beat]] | None = None
+    log_dir: Path | None = None
+    master: bool = False  # call worker 0 "master"
+    lifeline: int | None = None  # a pipe that closes when whoever started us dies
+    started: Callable[[], None] = lambda: None
+
+    _running: list[_Running] = field(default_factory=list, init=False)
+    _signals: list[int] = field(default_factory=list, init=False)
+
+    def run(self) -> Outcome:
+        """Until every process has ended. Call it from the main thread of a process that has no other children."""
+        system.adopt_orphans()
+        output = Output(self.plan, self.screen, self.log_dir, self.master)
+        self._selector = selectors.DefaultSelector()
+        with self._selector, self._wakeup():
+            if self.lifeline is not None:
+                self._selector.register(self.lifeline, selectors.EVENT_READ, None)
+            try:
+                self._start(output)
+                self.started()
+                outcome = self._watch()
+            except BrokenPipeError:
+                outcome = Outcome(141, "nobody reads our output any more (broken pipe)")
+            finally:
+                # Whatever happened, also an error of our own: nothing stays behind.
+                system.kill(system.descendants(os.getpid()), signal.SIGKILL)
+                with contextlib.suppress(BrokenPipeError):
+                    self._last_words()
+                    output.close()
+                for each in self._running:
+                    each.popen.wait()
+        return outcome
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _start(self, output: Output) -> None:
+        base = inherited()
+        end_with_parent = system.EndWithParent()
+        for process, streams in zip(self.plan, output.streams, strict=True):
+            try:
+                popen = subprocess.Popen(
+                    process.command,
+                    env={**base, **process.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # its own process group, so that its children can be reached
+                    preexec_fn=end_with_parent,
+                )
+            except OSError as error:
+                raise SystemExit(
+                    f"unidist: cannot start {process.name}: {process.command[0]}: {error.strerror}"
+                ) from None
+            self._running.append(_Running(process, popen, streams))
+            for name in ("stdout", "stderr"):
+                self._selector.register(getattr(popen, name), selectors.EVENT_READ, streams[name])
+
+    @contextlib.contextmanager
+    def _wakeup(self) -> Iterator[None]:
+        """Signals arrive as bytes in a pipe, so that none is lost between two looks."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ, None)
+        self._signal_fd = reader
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(reader)
+            os.close(writer)
+
+    # -- watching ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> Outcome:
+        while True:
+            self._events(TICK)
+            if self._signals:
+                return self._stopped_by(self._signals[0])
+            if any(each.failed for each in self._running):
+                return self._failed()
+            if all(each.code == 0 for each in self._running):
+                return Outcome(0)
+            if all(each.code == 0 for each in self._running if each.process.is_worker):
+                return self._end_services()
+            hung = self._hung()
+            if hung:
+                self._stop()
+                return Outcome(1, hung, again=True)
+
+    def _events(self, wait: float) -> None:
+        for key, _ in self._selector.select(wait):
+            if isinstance(key.data, Stream):
+                self._read(key.fd, key.data, key.fileobj)
+            elif key.fd == self._signal_fd:
+                with contextlib.suppress(BlockingIOError):
+                    self._signals += [n for n in os.read(key.fd, 4096) if n != signal.SIGCHLD]
+            else:
+                # The launcher was killed. There is nobody to report to: just end everything, at once.
+                system.kill(system.descendants(os.getpid()), signal.SIGKILL)
+                os._exit(137)
+        self._reap()
+
+    def _read(self, fd: int, stream: Stream, source: object) -> bool:
+        data = os.read(fd, 1 << 16)
+        if data:
+            stream.feed(data)
+        else:
+            self._selector.unregister(source)  # type: ignore[arg-type]
+        return bool(data)
+
+    def _reap(self) -> None:
+        # Not Popen.poll: grandchildren that we adopted are to be reaped too.
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                for each in self._running:
+                    if each.popen.pid == pid:
+                        each.code = each.popen.returncode = os.waitstatus_to_exitcode(status)
+                        each.ended = time.monotonic()
+
+    def _hung(self) -> str:
+        if self.timeout is None or self.beats is None:
+            return ""
+        beats = self.beats().values()
+        stuck = [beat for beat in beats if beat.stuck > self.timeout]
+        if not stuck:
+            return ""
+        rows = [
+            f"    {beat.role} {beat.rank}: step {beat.step}, in {beat.operation}, for {beat.stuck:.0f} s"
+            for beat in sorted(beats, key=lambda beat: (beat.role, beat.rank))
+        ]
+        heard = {(beat.role, beat.rank) for beat in beats}
+        rows += [
+            f"    {each.process.name}: {'still running, not heard of' if each.code is None else 'has ended'}"
+            for each in self._running
+            if each.process.is_worker and (each.process.role, each.process.rank) not in heard
+        ]
+        return "\n".join([f"no progress for {self.timeout:g} s (--timeout); where each process is:", *rows])
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _failed(self) -> Outcome:
+        """Find the first cause among those that have failed, giving it a moment to show when all look like echoes."""
+        until = time.monotonic() + ECHO_WAIT
+        while True:
+            self._drain()
+            failed = sorted((each for each in self._running if each.failed), key=lambda each: each.ended)
+            causes = [each for each in failed if not _is_echo(each)]
+            if causes or time.monotonic() > until or all(each.code is not None for each in self._running):
+                break
+            self._events(0.05)
+        first = self._failure((causes or failed)[0])
+        living = sum(each.code is None for each in self._running)
+        self._stop()
+        others = [each for each in failed if each.process.name != first.name]
+        text = str(first)
+        if others:
+            text += "\n  then failed: " + ", ".join(
+                f"{each.process.name} ({self._failure(each).ending})" for each in others
+            )
+        if living:
+            text += f"\n  ended with it: {living} other process{'es' if living > 1 else ''}"
+        return Outcome(first.exit_code, text, again=True)
+
+    def _failure(self, each: _Running) -> Failure:
+        hint = ""
+        if each.code == -signal.SIGKILL:
+            hint = " (by hand, by the system short of memory, or by a resource limit)"
+        return Failure(each.process.name, socket.gethostname(), each.code or 0, tuple(_last_lines(each)), hint)
+
+    def _stopped_by(self, number: int) -> Outcome:
+        self._signals.clear()  # the next one, while stopping, means: at once
+        self._stop()
+        return Outcome(
+            128 + number, f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
+        )
+
+    def _end_services(self) -> Outcome:
+        """The workers are done. Servers and schedulers usually notice; those that do not are not missed."""
+        until = time.monotonic() + SERVICES_WAIT
+        while any(each.code is None for each in self._running) and time.monotonic() < until:
+            self._events(TICK)
+            if self._signals:
+                return self._stopped_by(self._signals[0])
+            if any(each.failed for each in self._running):
+                return self._failed()
+        self._stop()
+        return Outcome(0)
+
+    def _stop(self) -> None:
+        """SIGTERM to every process group, then, after the grace time or a second signal, SIGKILL to what is left."""
+        for each in self._running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(each.popen.pid, signal.SIGTERM)  # also when its leader is gone: its children are not
+            each.stopped = each.code is None
+        until = time.monotonic() + self.grace
+        while time.monotonic() < until and not self._signals and system.descendants(os.getpid()):
+            self._events(0.05)
+        system.kill(system.descendants(os.getpid()), signal.SIGKILL)
+
+    def _drain(self) -> None:
+        """Read what is there, so that the last lines of a process that has ended are known."""
+        while any(isinstance(key.data, Stream) for key, _ in self._selector.select(0)):
+            self._events(0)
+
+    def _last_words(self) -> None:
+        until = time.monotonic() + 2.0  # only a process that escaped us could hold a pipe open
+        streams = [key for key in list(self._selector.get_map().values()) if isinstance(key.data, Stream)]
+        for key in streams:
+            while time.monotonic() < until and self._read(key.fd, key.data, key.fileobj):
+                pass
+
+
+def _is_echo(each: _Running) -> bool:
+    if each.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
+        return False  # nobody dies so because a peer is gone
+    return bool(_ECHO.search("\n".join(list(each.streams["stderr"].last)[-5:])))
+
+
+def _last_lines(each: _Running) -> list[str]:
+    lines = [line for line in (each.streams["stderr"].last or each.streams["stdout"].last) if line.strip()]
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[starts[-1] :] if starts else lines[-10:]

@@ -1,0 +1,3 @@
+"""Placeholder."""
+
+raise SystemExit(1)

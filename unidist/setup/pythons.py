@@ -1,0 +1,83 @@
+"""Finds an interpreter of a given version that really runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from unidist.errors import SetupError
+
+_ASK = "import sys, venv, ensurepip; print('%d.%d.%d' % sys.version_info[:3], sys.executable)"
+
+
+def find(versions: tuple[str, ...], given: str | None = None) -> tuple[str, str]:
+    """(path, full version) of an interpreter whose "3.x" is in `versions`, the first of them preferred."""
+    if given is not None:
+        path = shutil.which(given) or given
+        answer = ask(path)
+        if answer is None:
+            raise SetupError(f"--python {given}: it does not run, or has no venv and ensurepip modules")
+        if short(answer[1]) not in versions:
+            raise SetupError(f"--python {given} is Python {answer[1]}; this needs {' or '.join(versions)}")
+        return answer
+    if current() in versions and (answer := ask(sys.executable)):
+        return answer
+    for version in versions:
+        for path in candidates(version):
+            answer = ask(path)
+            if answer and short(answer[1]) == version:
+                return answer
+    wanted = " or ".join(f"Python {version}" for version in versions)
+    example = versions[0]
+    raise SetupError(
+        f"{wanted} is needed, and none was found on PATH, under pyenv, uv or conda. Install one "
+        f"(`pyenv install {example}`, `uv python install {example}`, `conda create -n py{example} python={example}`, "
+        f"or your system's python{example} with its venv package), or name one: --python PATH"
+    )
+
+
+def candidates(version: str) -> Iterator[str]:
+    """Paths that may be a Python of this version, the likeliest first."""
+    for directory in os.get_exec_path():
+        path = os.path.join(directory, f"python{version}")
+        if os.access(path, os.X_OK):
+            yield path
+    roots = [
+        Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions",
+        Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or Path.home() / ".local/share/uv/python"),
+        *(Path(os.environ[name]).parent for name in ("CONDA_PREFIX",) if os.environ.get(name)),
+        *(Path.home() / name / "envs" for name in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", ".conda")),
+    ]
+    for root in roots:
+        yield from sorted(map(str, root.glob(f"*/bin/python{version}")), reverse=True)
+    for directory in os.get_exec_path():  # a plain python3 may be the right one
+        path = os.path.join(directory, "python3")
+        if os.access(path, os.X_OK):
+            yield path
+
+
+def ask(path: str) -> tuple[str, str] | None:
+    """(real path, version) when it runs and can make environments: a pyenv shim may not do the first, a distribution's
+    python without its venv package not the second."""
+    try:
+        answer = subprocess.run(
+            [path, "-I", "-c", _ASK], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if answer.returncode != 0:
+        return None
+    version, _, executable = answer.stdout.strip().partition(" ")
+    return executable, version
+
+
+def current() -> str:
+    return f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def short(version: str) -> str:
+    return version.rpartition(".")[0]
