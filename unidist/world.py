@@ -197,8 +197,11 @@ class _Variables:
             raise WorldError(f"{name} is {port}, which is not a port: set it to a free one from 1 to 65535")
         return port
 
+    def numbers(self, name: str, other: str) -> tuple[int, int]:
+        return self.number(name), self.number(other)
+
     def rank(self, name: str, size_name: str) -> tuple[int, int]:
-        rank, size = self.number(name), self.number(size_name)
+        rank, size = self.numbers(name, size_name)
         _check_rank(name, rank, size_name, size, self._launcher)
         return rank, size
 
@@ -254,11 +257,10 @@ class _Unidist:
             return None
         env = env.of("`unidist run` sets it for each process; unset the other UNIDIST_* variables to start without")
         role = env.text("UNIDIST_ROLE") or "worker"
-        if role == "worker":
-            rank, size = env.rank("UNIDIST_RANK", "UNIDIST_WORLD_SIZE")
-        else:  # servers are numbered among themselves, while the size is that of the workers
-            rank, size = env.number("UNIDIST_RANK"), env.number("UNIDIST_WORLD_SIZE")
-        local_rank, local_size = env.rank("UNIDIST_LOCAL_RANK", "UNIDIST_LOCAL_WORLD_SIZE")
+        # Servers are numbered among themselves, while the sizes are those of the workers.
+        pair = env.rank if role == "worker" else env.numbers
+        rank, size = pair("UNIDIST_RANK", "UNIDIST_WORLD_SIZE")
+        local_rank, local_size = pair("UNIDIST_LOCAL_RANK", "UNIDIST_LOCAL_WORLD_SIZE")
         node, nodes = env.rank("UNIDIST_NODE_RANK", "UNIDIST_NUM_NODES")
         master = env.meeting_point("UNIDIST_MASTER_ADDR", "UNIDIST_MASTER_PORT")
         reason = "UNIDIST_RANK is set"

@@ -1,0 +1,388 @@
+"""The control plane: who may speak, what is agreed, what is said when someone is missing, and that nothing stays.
+
+Run as a script it prints what `agree` costs: `python tests/test_control.py [ranks]`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import multiprocessing
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from unidist import control as module
+from unidist.control import Beat, Control, ControlServer, Heart, agree, connect_from_env
+from unidist.errors import CommunicationError, RanksDisagree, RanksMissing, UsageError, WorldError
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    with ControlServer() as server:
+        yield server
+
+
+@pytest.fixture
+def control(server: ControlServer) -> Iterator[Control]:
+    control = Control(server.url, server.token)
+    yield control
+    control.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Call all at once, each in a thread; an exception is given back in place of the result."""
+
+    def one(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except CommunicationError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(one, calls))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "it never happened"
+        time.sleep(0.005)
+
+
+def request(server: ControlServer, method: str, path: str, headers: dict[str, str]) -> int:
+    wire = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    wire.putrequest(method, path)
+    for name, value in headers.items():
+        wire.putheader(name, value)
+    wire.endheaders()
+    status = wire.getresponse().status
+    wire.close()
+    return status
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+def test_keys(server: ControlServer, control: Control) -> None:
+    assert control.get("a") is None
+    control.put("a", b"\0\xff")
+    assert control.get("a") == server.get("a") == b"\0\xff"
+    server.put("a", b"")
+    assert control.get("a") == b""
+    control.delete("a")
+    control.delete("a")
+    assert control.get("a") is None
+
+
+def test_any_text_is_a_key(control: Control) -> None:
+    keys = ["a b", "a/b", "a%2Fb", "ä?wait=9", "#", "../a"]
+    for key in keys:
+        control.put(key, key.encode())
+    assert [control.get(key) for key in keys] == [key.encode() for key in keys]
+
+
+def test_get_waits_for_the_value(control: Control) -> None:
+    got = together(lambda: control.get("late", wait=60), lambda: control.put("late", b"here"))
+    assert got == [b"here", None]
+    assert control.get("never", wait=0.01) is None
+
+
+def test_many_keys_at_once(control: Control) -> None:
+    def work(worker: int) -> list[bytes | None]:
+        for i in range(50):
+            control.put(f"{worker}/{i}", f"{worker} {i}".encode())
+        return [control.get(f"{worker ^ 1}/{i}", wait=60) for i in range(50)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for worker, got in enumerate(pool.map(work, range(8))):
+            assert got == [f"{worker ^ 1} {i}".encode() for i in range(50)]
+
+
+# -- who may speak -------------------------------------------------------------------------------------------
+
+
+def test_wrong_token(server: ControlServer, control: Control) -> None:
+    stranger = Control(server.url, "0" * 32)
+    with pytest.raises(CommunicationError, match=r"refused this process's token.*unidist run"):
+        stranger.put("a", b"1")
+    assert control.get("a") is None
+    for header in ({}, {"Authorization": ""}, {"Authorization": server.token}, {"Authorization": "Bearer \xff"}):
+        assert request(server, "GET", "/key/a", header) == 401
+
+
+def test_every_server_has_its_own_token(server: ControlServer) -> None:
+    with ControlServer() as other:
+        assert other.token != server.token
+        assert len(other.token) == 32
+
+
+def test_bodies_are_bounded(server: ControlServer, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = {"Authorization": f"Bearer {server.token}"}
+    assert request(server, "PUT", "/key/a", token | {"Content-Length": str(module.MAX_BODY + 1)}) == 413
+    assert request(server, "PUT", "/key/a", token | {"Content-Length": "-1"}) == 411
+    assert request(server, "PUT", "/key/a", token) == 411
+    monkeypatch.setattr(module, "MAX_BODY", 3)
+    with pytest.raises(UsageError, match="3 bytes at a time, not 4"):
+        control.put("a", b"1234")
+
+
+def test_nonsense_is_answered(server: ControlServer, control: Control) -> None:
+    token = {"Authorization": f"Bearer {server.token}", "Content-Length": "0"}
+    assert request(server, "POST", "/gather/a", token) == 400
+    assert request(server, "GET", "/key/a?wait=x", token) == 400
+    assert request(server, "GET", "/", token) == 404
+    control.put("a", b"still there")
+    assert control.get("a") == b"still there"
+
+
+def test_bound_to_one_interface_only() -> None:
+    with ControlServer("127.0.0.2") as server, socket.socket() as wire:
+        assert server.url == f"http://127.0.0.2:{server.port}"
+        with pytest.raises(ConnectionRefusedError):
+            wire.connect(("127.0.0.1", server.port))
+        control = Control(server.url, server.token)
+        assert control.get("a") is None
+        control.close()
+    with ControlServer() as server:
+        assert server.host == "127.0.0.1"
+
+
+# -- gather and agree ----------------------------------------------------------------------------------------
+
+
+def test_gather(server: ControlServer, control: Control) -> None:
+    values: list[Any] = [{"a": [1]}, None, "x"]
+    for _ in range(2):  # the same key again: the first use left nothing
+        got = together(*(lambda r=r: control.gather("k", r, 3, values[r], 60) for r in range(3)))
+        assert got == [values] * 3
+    assert server._http.store._gathers == {}
+
+
+def test_gather_names_the_missing_to_everyone(control: Control) -> None:
+    # Rank 3 would wait longer, but learns at once that rank 0 gave up; so does rank 1, which comes too late.
+    errors = together(
+        lambda: control.gather("start", 0, 4, 0, 0.2),
+        lambda: control.gather("start", 3, 4, 3, 600),
+    )
+    errors += together(lambda: control.gather("start", 1, 4, 1, 600))
+    for error in errors:
+        assert isinstance(error, RanksMissing)
+        assert "ranks 1, 2 did not come to 'start'" in str(error)
+        assert "ranks 0, 3 did" in str(error)
+
+
+def test_gather_refuses_a_rank_twice_and_another_size(server: ControlServer, control: Control) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(control.gather, "k", 1, 2, "one", 60)
+        wait_until(lambda: bool(server._http.store._gathers))
+        with pytest.raises(RanksDisagree, match="two processes say they are rank 1"):
+            control.gather("k", 1, 2, None, 60)
+        with pytest.raises(RanksDisagree, match="rank 0 says there are 3 ranks, rank 1 said 2"):
+            control.gather("k", 0, 3, None, 60)
+        assert control.gather("k", 0, 2, "zero", 60) == first.result() == ["zero", "one"]
+
+
+def test_agree(control: Control) -> None:
+    def several(rank: int) -> None:
+        for sequence in range(3):
+            agree(control, sequence, rank, 3, "barrier", 60)
+
+    assert together(*(lambda r=r: several(r) for r in range(3))) == [None] * 3
+
+
+def test_disagreement_is_told_to_everyone(control: Control) -> None:
+    wishes = [f"all_reduce mean float32 ({n},)" for n in (3, 4, 3, 3, 3)]
+    errors = together(*(lambda r=r: agree(control, 7, r, 5, wishes[r], 60) for r in range(5)))
+    for error in errors:
+        assert isinstance(error, RanksDisagree)
+        assert str(error) == (
+            "the ranks want different things in collective 7: "
+            "ranks 0, 2-4: all_reduce mean float32 (3,); rank 1: all_reduce mean float32 (4,)"
+        )
+
+
+def test_a_rank_that_does_not_come_to_a_collective(control: Control) -> None:
+    errors = together(*(lambda r=r: agree(control, 7, r, 3, "barrier", 0.2 + 60 * r) for r in (0, 2)))
+    for error in errors:
+        assert isinstance(error, RanksMissing)
+        assert "rank 1 did not come to collective 7" in str(error)
+        assert "ranks 0, 2: barrier" in str(error)
+
+
+# -- the end -------------------------------------------------------------------------------------------------
+
+
+def test_close_ends_waits_and_answers_what_is_complete() -> None:
+    server = ControlServer().start()
+    control = Control(server.url, server.token)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(control.gather, "k", 0, 2, None, 600)
+        asking = pool.submit(control.get, "k", 600)
+        store = server._http.store
+        wait_until(lambda: bool(store._gathers) and bool(store._arrived._waiters))  # type: ignore[attr-defined]
+        server.close()
+        with pytest.raises(CommunicationError, match="closing"):
+            waiting.result()
+        assert asking.result() is None
+    server.close()  # twice does no harm
+    with pytest.raises(CommunicationError, match=r"does not answer.*has ended"):
+        control.put("k", b"")
+    control.close()
+
+
+def test_close_without_start() -> None:
+    ControlServer().close()
+
+
+def test_a_complete_gather_is_answered_though_the_server_closes_at_once() -> None:
+    for _ in range(20):
+        server = ControlServer().start()
+        other = Control(server.url, server.token)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(other.gather, "k", 1, 2, "one", 60)
+            mine = Control(server.url, server.token)
+            assert mine.gather("k", 0, 2, "zero", 60) == ["zero", "one"]
+            server.close()
+            assert answer.result() == ["zero", "one"]
+        mine.close()
+        other.close()
+
+
+def test_a_peer_that_says_nothing_does_not_hold_up_the_end() -> None:
+    with ControlServer() as server, socket.create_connection((server.host, server.port)) as silent:
+        wait_until(lambda: len(server._http._connections) == 1)
+        silent.sendall(b"PUT /key/a HTTP/1.1\r\n")
+
+
+# -- heartbeats ----------------------------------------------------------------------------------------------
+
+
+def test_beats(server: ControlServer, control: Control) -> None:
+    def at(operation: str, step: int, moves: int = 0, paused: bool = False) -> Beat:
+        control.beat("worker", 1, step, operation, moves, paused)
+        return server.beats()["worker 1"]
+
+    first = at("step", 4)
+    assert (first.role, first.rank, first.step, first.operation, first.paused) == ("worker", 1, 4, "step", False)
+    time.sleep(0.01)
+    still = at("step", 4)
+    assert still.stuck > still.silent  # heard again, but no further
+    moved = at("step", 5)
+    assert moved.stuck == moved.silent
+    time.sleep(0.01)
+    again = at("step", 5, moves=1)
+    assert again.stuck == again.silent
+    assert at("save", 5, paused=True).stuck == 0
+    control.beat("server", 1, 0, "serve", 0, False)
+    assert set(server.beats()) == {"worker 1", "server 1"}
+    control.leave("worker", 1)
+    assert set(server.beats()) == {"server 1"}
+
+
+def test_heart(server: ControlServer, control: Control) -> None:
+    def said(operation: str, step: int, paused: bool = False) -> bool:
+        beat = server.beats().get("worker 2")
+        return beat is not None and (beat.operation, beat.step, beat.paused) == (operation, step, paused)
+
+    with Heart(control, 2, interval=0.005) as heart:
+        wait_until(lambda: said("start", 0))
+        heart.at("step", 1)
+        wait_until(lambda: said("step", 1))
+        with heart.pause(), heart.pause():
+            wait_until(lambda: said("step", 1, paused=True))
+        wait_until(lambda: said("step", 1))
+        heart.at("all_reduce", 1)
+        wait_until(lambda: said("all_reduce", 1))
+    assert server.beats() == {}
+
+
+def test_being_twice_at_the_same_place_is_progress(server: ControlServer, control: Control) -> None:
+    def moves() -> int:
+        pulse = server._http.store._pulses.get("worker 0")
+        return -1 if pulse is None else pulse.report["moves"]
+
+    with Heart(control, 0, interval=0.005) as heart:
+        for count in range(3):
+            wait_until(lambda count=count: moves() == count)
+            heart.at("step", 1)
+
+
+def test_a_heart_outlives_its_server_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    server = ControlServer().start()
+    control = Control(server.url, server.token)
+    heart = Heart(control, 0, interval=0.005).start()
+    wait_until(lambda: "worker 0" in server.beats())
+    server.close()
+    heart._thread.join()
+    heart.at("step", 1)
+    with heart.pause():
+        pass
+    heart.stop()
+    control.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_heart_without_a_server_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with Heart(Control(f"http://127.0.0.1:{unused.getsockname()[1]}", "x"), 0) as heart:
+            heart._thread.join()
+    assert capfd.readouterr() == ("", "")
+
+
+# -- from the environment ------------------------------------------------------------------------------------
+
+
+def test_connect_from_env(server: ControlServer) -> None:
+    assert connect_from_env({}) is None
+    control = connect_from_env({"UNIDIST_CONTROL": server.url, "UNIDIST_TOKEN": server.token})
+    assert control is not None
+    assert control.get("a") is None
+    control.close()
+    with pytest.raises(WorldError, match="UNIDIST_TOKEN is not set"):
+        connect_from_env({"UNIDIST_CONTROL": server.url})
+    with pytest.raises(UsageError, match="http://host:port"):
+        connect_from_env({"UNIDIST_CONTROL": "localhost", "UNIDIST_TOKEN": "x"})
+
+
+# -- what it costs -------------------------------------------------------------------------------------------
+
+
+def _agree_often(url: str, token: str, rank: int, size: int, rounds: int) -> list[float]:
+    control, times = Control(url, token), []
+    for sequence in range(rounds):
+        before = time.perf_counter()
+        agree(control, sequence, rank, size, "all_reduce mean float32 (1024, 1024)", 60)
+        times.append(time.perf_counter() - before)
+    return times[rounds // 10 :]
+
+
+def agree_cost(size: int = 2, rounds: int = 2000) -> list[float]:
+    """Seconds that each `agree` took, over processes of their own, in order of size."""
+    context = multiprocessing.get_context("spawn")
+    with ControlServer() as server, context.Pool(size) as pool:
+        jobs = [(server.url, server.token, rank, size, rounds) for rank in range(size)]
+        return sorted(chain.from_iterable(pool.starmap(_agree_often, jobs, chunksize=1)))
+
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    seconds = agree_cost(ranks)
+    low, high = seconds[len(seconds) // 20], seconds[-len(seconds) // 20]
+    median = statistics.median(seconds)
+    print(f"agree at {ranks} ranks: {median * 1e3:.2f} ms, 90 % from {low * 1e3:.2f} to {high * 1e3:.2f}")

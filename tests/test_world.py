@@ -1,0 +1,506 @@
+"""Every cluster environment, whole, partial and contradictory; and the file rendezvous between real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unidist.errors import RanksDisagree, RanksMissing, StaleRendezvous, WorldError
+from unidist.rendezvous import outward_address
+from unidist.world import World, detect, expand_hostlist, tasks_per_node
+
+Env = dict[str, str]
+
+UNIDIST: Env = {
+    "UNIDIST_ROLE": "worker",
+    "UNIDIST_RANK": "3",
+    "UNIDIST_WORLD_SIZE": "4",
+    "UNIDIST_LOCAL_RANK": "1",
+    "UNIDIST_LOCAL_WORLD_SIZE": "2",
+    "UNIDIST_NODE_RANK": "1",
+    "UNIDIST_NUM_NODES": "2",
+    "UNIDIST_MASTER_ADDR": "10.0.0.1",
+    "UNIDIST_MASTER_PORT": "1234",
+}
+TORCHRUN: Env = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "3",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "h0",
+    "MASTER_PORT": "29500",
+}
+HOROVOD: Env = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+}
+DMLC: Env = {
+    "DMLC_ROLE": "worker",
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9091",
+    "DMLC_NUM_SERVER": "1",
+    "DMLC_NUM_WORKER": "2",
+}
+OPENMPI: Env = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "3218276353",
+}
+SLURM_BATCH: Env = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "6",
+    "SLURM_JOB_NODELIST": "h[0-2]",
+    "SLURM_TASKS_PER_NODE": "2(x3)",
+}
+SLURM: Env = SLURM_BATCH | {
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NODELIST": "h[0-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "4,1(x2)",
+    "SLURM_PROCID": "5",
+    "SLURM_NODEID": "2",
+}
+PYTORCHJOB: Env = {
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "1",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "3",
+}
+TRAINJOB: Env = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+PLAIN: Env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+FOUND: dict[str, tuple[Env, dict[str, Any]]] = {
+    "nothing": ({}, {"rank": 0, "world_size": 1, "source": "none"}),
+    "unidist": (
+        UNIDIST,
+        {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1, "num_nodes": 2}
+        | {"master_addr": "10.0.0.1", "master_port": 1234, "source": "unidist", "reason": "UNIDIST_RANK is set"},
+    ),
+    "a server of unidist's, beyond the workers": (
+        UNIDIST | {"UNIDIST_ROLE": "server", "UNIDIST_RANK": "9", "UNIDIST_LOCAL_RANK": "9"},
+        {"rank": 9, "role": "server", "world_size": 4},
+    ),
+    "torchrun": (
+        TORCHRUN,
+        {"rank": 5, "world_size": 6, "local_rank": 2, "local_world_size": 3, "node_rank": 1, "num_nodes": 2}
+        | {"master_addr": "h0", "master_port": 29500, "source": "torchrun", "reason": "TORCHELASTIC_RUN_ID is set"},
+    ),
+    "horovodrun": (
+        HOROVOD,
+        {"rank": 1, "local_rank": 0, "node_rank": 1, "num_nodes": 2, "master_addr": None, "source": "horovod"},
+    ),
+    "horovodrun with a master": (
+        HOROVOD | {"MASTER_ADDR": "h0", "MASTER_PORT": "1"},
+        {"master_addr": "h0", "master_port": 1},
+    ),
+    "an MXNet worker": (
+        DMLC,
+        {"rank": -1, "world_size": 2, "local_rank": -1, "local_world_size": 2, "role": "worker", "source": "dmlc"}
+        | {"master_addr": "127.0.0.1", "master_port": 9091},
+    ),
+    "an MXNet worker with a number": (
+        DMLC | {"DMLC_WORKER_ID": "1"},
+        {"rank": 1, "local_rank": 1, "local_world_size": 2},
+    ),
+    "an MXNet worker in a pod": (
+        DMLC | {"DMLC_PS_ROOT_URI": "job-scheduler-0", "DMLC_WORKER_ID": "1"},
+        {"rank": 1, "local_rank": 0, "node_rank": 1, "num_nodes": 2},
+    ),
+    "an MXNet scheduler": (DMLC | {"DMLC_ROLE": "scheduler"}, {"rank": -1, "role": "scheduler"}),
+    "mpirun on one host": (
+        OPENMPI,
+        {"rank": 1, "local_rank": 1, "local_world_size": 2, "master_addr": "127.0.0.1", "source": "openmpi"},
+    ),
+    "mpirun on two hosts": (
+        OPENMPI
+        | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+        | {"MASTER_ADDR": "h0", "MASTER_PORT": "7"},
+        {"local_rank": 0, "node_rank": 1, "num_nodes": 2, "master_addr": "h0", "master_port": 7},
+    ),
+    "mpirun inside an allocation, whose daemons srun has started": (SLURM | OPENMPI, {"rank": 1, "source": "openmpi"}),
+    "a Slurm task, unevenly spread": (
+        SLURM,
+        {"rank": 5, "world_size": 6, "local_rank": 0, "local_world_size": 1, "node_rank": 2, "num_nodes": 3}
+        | {"master_addr": "h0", "source": "slurm", "reason": "SLURM_STEP_ID is set"},
+    ),
+    "a Slurm task with a master": (
+        SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "4000"},
+        {"master_addr": "ib0", "master_port": 4000},
+    ),
+    "a Slurm task on one host": (
+        SLURM
+        | {"SLURM_STEP_NODELIST": "h1", "SLURM_STEP_TASKS_PER_NODE": "6"}
+        | {"SLURM_NODEID": "0", "SLURM_LOCALID": "5"},
+        {"local_rank": 5, "local_world_size": 6, "master_addr": "127.0.0.1"},
+    ),
+    "a Slurm batch script": (SLURM_BATCH, {"world_size": 1, "source": "none"}),
+    "PyTorchJob": (
+        PYTORCHJOB,
+        {"rank": 1, "world_size": 3, "local_rank": 0, "local_world_size": 1, "node_rank": 1, "num_nodes": 3}
+        | {"master_addr": "job-master-0", "master_port": 23456, "source": "kubeflow", "reason": "PET_NODE_RANK is set"},
+    ),
+    "PyTorchJob of an operator before PET_*": (
+        {k: v for k, v in PYTORCHJOB.items() if not k.startswith("PET_")},
+        {"rank": 1, "local_rank": 0, "node_rank": 1, "num_nodes": 3, "source": "environment"},
+    ),
+    "processes that a script started inside a pod": (
+        PYTORCHJOB
+        | {"PET_NPROC_PER_NODE": "2", "RANK": "3", "WORLD_SIZE": "6"}
+        | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        {"rank": 3, "local_rank": 1, "node_rank": 1, "num_nodes": 3, "source": "environment"},
+    ),
+    "TrainJob": (
+        TRAINJOB,
+        {"rank": 1, "world_size": 2, "master_addr": "job-node-0-0.job", "master_port": 29400, "source": "kubeflow"},
+    ),
+    "torchrun inside a pod": (TRAINJOB | TORCHRUN, {"rank": 5, "source": "torchrun"}),
+    "RANK and WORLD_SIZE": (
+        PLAIN,
+        {"rank": 1, "local_rank": 1, "local_world_size": 2, "num_nodes": 1, "source": "environment"},
+    ),
+    "RANK and WORLD_SIZE across hosts": (
+        PLAIN | {"MASTER_ADDR": "10.0.0.1"},
+        {"local_rank": 0, "local_world_size": 1, "node_rank": 1, "num_nodes": 2},
+    ),
+    "oneflow.distributed.launch across hosts, which does not tell the local size": (
+        PLAIN | {"MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "1"},
+        {"local_rank": 1, "local_world_size": 0, "node_rank": -1, "num_nodes": 0},
+    ),
+    "one process by RANK and WORLD_SIZE": ({"RANK": "0", "WORLD_SIZE": "1"}, {"master_addr": None}),
+    "what OneFlow's import leaves behind": ({"RANK": "-1", "WORLD_SIZE": "1"}, {"rank": 0, "source": "none"}),
+    "empty is unset": ({"RANK": "", "WORLD_SIZE": " "}, {"source": "none"}),
+    "a master alone": ({"MASTER_ADDR": "h0", "MASTER_PORT": "1"}, {"source": "none", "master_addr": None}),
+}
+
+
+def pick(world: World, names: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(world, name) for name in names}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_environment(case: str) -> None:
+    env, expected = FOUND[case]
+    assert pick(detect(env), expected) == expected
+
+
+def test_precedence() -> None:
+    # Without the local ranks of the later ones, so that each layer alone is what decides.
+    layers = [PLAIN, TRAINJOB, SLURM, OPENMPI, DMLC, HOROVOD, TORCHRUN, UNIDIST]
+    env: Env = {}
+    sources = []
+    for layer in layers:
+        env = env | layer
+        sources.append(detect(env).source)
+    assert sources == [
+        "environment", "kubeflow", "slurm", "openmpi", "dmlc", "horovod", "torchrun", "unidist",
+    ]  # fmt: skip
+    assert detect(env, init="tcp://h9:1", rank=0, world_size=2).source == "tcp"
+
+
+REFUSED: dict[str, tuple[Env, list[str]]] = {
+    "RANK alone": ({"RANK": "1"}, ["WORLD_SIZE is not set", "unset RANK (now '1')"]),
+    "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, ["RANK is not set", "unset WORLD_SIZE"]),
+    "rank too large": (PLAIN | {"RANK": "2"}, ["RANK is 2", "WORLD_SIZE is 2"]),
+    "rank negative": (PLAIN | {"RANK": "-1"}, ["RANK is '-1'", "whole number"]),
+    "rank no number": (PLAIN | {"RANK": "x"}, ["RANK is 'x'"]),
+    "size zero": (PLAIN | {"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
+    "no master": ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR is not set"]),
+    "no master port": (PLAIN | {"MASTER_PORT": ""}, ["MASTER_PORT is not set"]),
+    "only a master port": (PLAIN | {"MASTER_ADDR": ""}, ["MASTER_ADDR is not set", "MASTER_PORT is 29500"]),
+    "port no number": (PLAIN | {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
+    "port out of range": (PLAIN | {"MASTER_PORT": "65536"}, ["MASTER_PORT is 65536", "65535"]),
+    "port zero": (PLAIN | {"MASTER_PORT": "0"}, ["MASTER_PORT is 0"]),
+    "local rank too large": (
+        PLAIN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+        ["LOCAL_RANK is 1", "LOCAL_WORLD_SIZE is 1"],
+    ),
+    "unidist, partial": ({"UNIDIST_RANK": "0"}, ["UNIDIST_WORLD_SIZE is not set", "unidist run"]),
+    "unidist, without RANK": ({"UNIDIST_WORLD_SIZE": "2"}, ["UNIDIST_RANK is not set"]),
+    "unidist, bad port": (UNIDIST | {"UNIDIST_MASTER_PORT": "x"}, ["UNIDIST_MASTER_PORT is 'x'"]),
+    "torchrun, partial": ({"TORCHELASTIC_RUN_ID": "1"}, ["RANK is not set", "TORCHELASTIC_RUN_ID"]),
+    "torchrun, local": (TORCHRUN | {"LOCAL_RANK": "3"}, ["LOCAL_RANK is 3", "LOCAL_WORLD_SIZE is 3"]),
+    "horovod, partial": ({"HOROVOD_RANK": "0"}, ["HOROVOD_SIZE is not set", "horovodrun"]),
+    "dmlc, role": (DMLC | {"DMLC_ROLE": "boss"}, ["DMLC_ROLE is 'boss'", "scheduler"]),
+    "dmlc, no root": (DMLC | {"DMLC_PS_ROOT_URI": ""}, ["DMLC_PS_ROOT_URI is not set"]),
+    "dmlc, no port": (DMLC | {"DMLC_PS_ROOT_PORT": ""}, ["DMLC_PS_ROOT_PORT is not set"]),
+    "dmlc, worker id": (DMLC | {"DMLC_WORKER_ID": "2"}, ["DMLC_WORKER_ID is 2", "DMLC_NUM_WORKER is 2"]),
+    "mpirun on two hosts, no master": (
+        OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        ["MASTER_ADDR is not set", "mpirun -x MASTER_ADDR="],
+    ),
+    "mpirun, no job": (OPENMPI | {"OMPI_MCA_ess_base_jobid": ""}, ["mpirun -x MASTER_PORT="]),
+    "slurm, sizes": (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["SLURM_STEP_TASKS_PER_NODE is '2(x2)'"]),
+    "slurm, unreadable": (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["'two'"]),
+    "slurm, local": (SLURM | {"SLURM_LOCALID": "1"}, ["SLURM_LOCALID is 1", "SLURM_STEP_TASKS_PER_NODE is 1"]),
+    "slurm, node": (SLURM | {"SLURM_NODEID": "3"}, ["SLURM_NODEID is 3", "SLURM_STEP_NODELIST is 3"]),
+    "a pod that should run several": (
+        PYTORCHJOB | {"PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "6"},
+        ["PET_NPROC_PER_NODE is 2", "torchrun or `unidist run`"],
+    ),
+    "an elastic pod": (TRAINJOB | {"PET_NNODES": "1:4"}, ["PET_NNODES is 1:4", "torchrun"]),
+    "a pod at odds with itself": (PYTORCHJOB | {"WORLD_SIZE": "6"}, ["WORLD_SIZE is 6", "PET_NNODES is 3"]),
+    "a pod without a master": (TRAINJOB | {"PET_MASTER_ADDR": "", "PET_MASTER_PORT": ""}, ["PET_MASTER_ADDR"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_environment_refused(case: str) -> None:
+    env, texts = REFUSED[case]
+    with pytest.raises(WorldError) as caught:
+        detect(env)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_only_rank_0_of_the_workers_is_main() -> None:
+    assert detect({}).is_main
+    assert not detect(PLAIN).is_main
+    assert not detect(UNIDIST | {"UNIDIST_ROLE": "server", "UNIDIST_RANK": "0"}).is_main
+
+
+def test_derived_ports_differ_between_jobs_and_agree_within_one() -> None:
+    def slurm(**change: str) -> int | None:
+        return detect(SLURM | change).master_port
+
+    assert slurm() == slurm(SLURM_PROCID="4", SLURM_NODEID="1")
+    assert len({slurm(), slurm(SLURM_JOB_ID="18"), slurm(SLURM_STEP_ID="4")}) == 3
+    assert detect(OPENMPI).master_port != detect(OPENMPI | {"OMPI_MCA_ess_base_jobid": "3218341889"}).master_port
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("h1", ["h1"]),
+        ("h[0-2,5],g1", ["h0", "h1", "h2", "h5", "g1"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("r[1-2]n[0-1]-ib", ["r1n0-ib", "r1n1-ib", "r2n0-ib", "r2n1-ib"]),
+        ("a-b.c,d", ["a-b.c", "d"]),
+    ],
+)
+def test_expand_hostlist(text: str, hosts: list[str]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "h[0-", "h[a]", "h[1-]"])
+def test_unreadable_hostlist(text: str) -> None:
+    with pytest.raises(WorldError, match="list of hosts"):
+        expand_hostlist(text)
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("4,1(x2)") == [4, 1, 1]
+    assert tasks_per_node("2(x2)") == [2, 2]
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def test_tcp() -> None:
+    world = detect({}, init="tcp://127.0.0.1:22225", rank=1, world_size=3)
+    assert world == World(
+        1, 3, 1, 3, 0, 1, "worker", "127.0.0.1", 22225, "tcp", "init='tcp://127.0.0.1:22225' was given"
+    )
+    assert detect({}, init="tcp://10.0.0.1:1", rank=1, world_size=3).local_rank == 0
+    assert detect({}, init="tcp://[::1]:1", rank=1, world_size=3).master_addr == "::1"
+    assert detect({"LOCAL_RANK": "2"}, init="tcp://10.0.0.1:1", rank=1, world_size=3).local_rank == 2
+
+
+def test_arguments_win_over_a_contradicting_environment() -> None:
+    assert detect({"RANK": "7"}, init="tcp://h0:1", rank=1, world_size=3).rank == 1
+    world = detect(PLAIN | {"RANK": "7"}, rank=1, world_size=3)
+    assert (world.rank, world.world_size, world.master_port, world.source) == (1, 3, 29500, "arguments")
+
+
+def test_arguments_complete_an_environment() -> None:
+    world = detect(SLURM, rank=0)
+    assert (world.rank, world.world_size, world.master_addr) == (0, 6, "h0")
+    assert detect(PLAIN, init="env://") == detect(PLAIN)
+    assert detect({}, rank=0, world_size=1).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ({"init": "tcp://h0:1"}, ["not rank and world_size"]),
+        ({"init": "tcp://h0:1", "rank": 0}, ["not world_size"]),
+        ({"init": "file:///x", "world_size": 2}, ["not rank"]),
+        ({"init": "tcp://h0:1", "rank": 2, "world_size": 2}, ["rank is 2", "world_size is 2"]),
+        ({"init": "tcp://h0:1", "rank": -1, "world_size": 2}, ["rank is -1"]),
+        ({"init": "tcp://h0:1", "rank": "0", "world_size": 2}, ["rank='0'", "whole numbers"]),
+        ({"init": "tcp://h0", "rank": 0, "world_size": 2}, ["tcp://h0", "tcp://host:port"]),
+        ({"init": "tcp://h0:x", "rank": 0, "world_size": 2}, ["tcp://host:port"]),
+        ({"init": "tcp://h0:70000", "rank": 0, "world_size": 2}, ["65535"]),
+        ({"init": "file://x", "rank": 0, "world_size": 2}, ["three slashes"]),
+        ({"init": "nfs:///x", "rank": 0, "world_size": 2}, ["nfs:///x", "expected tcp://"]),
+        ({"rank": 0}, ["rank=0 was given", "not world_size", "init="]),
+        ({"world_size": 2}, ["not rank", "init="]),
+        ({"rank": 0, "world_size": 2}, ["nowhere to meet", "init='tcp://host:port'"]),
+    ],
+)
+def test_arguments_refused(arguments: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(WorldError) as caught:
+        detect({}, **arguments)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+# -- the file rendezvous -------------------------------------------------------------------------------------
+
+RANK = """
+import dataclasses, json, sys
+from unidist.errors import UnidistError
+from unidist.world import detect
+init, rank, size, timeout = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+try:
+    print(json.dumps(dataclasses.asdict(detect({}, init=init, rank=rank, world_size=size, timeout=timeout))))
+except UnidistError as error:
+    print(json.dumps({"error": type(error).__name__, "text": str(error)}))
+"""
+
+
+def start(path: Path, rank: int, size: int, timeout: float = 60) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RANK, f"file://{path}", str(rank), str(size), str(timeout)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = process.communicate()
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def note(**change: Any) -> dict[str, Any]:
+    address = outward_address()
+    host = f"{socket.gethostname()} ({address})"
+    return {"addr": address, "port": 1, "host": host, "pid": os.getpid(), "time": time.time(), "job": "x"} | change
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_ranks_meet_at_a_file_and_leave_nothing(tmp_path: Path) -> None:
+    processes = [start(tmp_path / "meet", rank, 3) for rank in (2, 1, 0)]
+    worlds = sorted((result(process) for process in processes), key=lambda world: world["rank"])
+    assert [world["local_rank"] for world in worlds] == [0, 1, 2]
+    assert {world["local_world_size"] for world in worlds} == {3}
+    assert {world["num_nodes"] for world in worlds} == {1}
+    assert {world["master_addr"] for world in worlds} == {"127.0.0.1"}
+    assert len({world["master_port"] for world in worlds}) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_alone_at_a_file(tmp_path: Path) -> None:
+    assert detect({}, init=f"file://{tmp_path}/meet", rank=0, world_size=1).num_nodes == 1
+
+
+def test_missing_ranks_are_named_and_the_file_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(RanksMissing, match=r"ranks 1, 2 did not come to 'the meeting at .*meet'"):
+        detect({}, init=f"file://{tmp_path}/meet", rank=0, world_size=3, timeout=0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_missing(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"rank 1 waited 0\.1 s for .*meet, which rank 0 writes"):
+        detect({}, init=f"file://{tmp_path}/meet", rank=1, world_size=2, timeout=0.1)
+
+
+def test_two_processes_of_one_rank(tmp_path: Path) -> None:
+    first, twins = start(tmp_path / "meet", 0, 3), [start(tmp_path / "meet", 1, 3) for _ in range(2)]
+    while all(twin.poll() is None for twin in twins):
+        time.sleep(0.01)
+    last = start(tmp_path / "meet", 2, 3)  # only now, so that the others are still waiting
+    refused, accepted = sorted(map(result, twins), key=lambda answer: "rank" in answer)
+    assert refused["error"] == RanksDisagree.__name__
+    assert "two processes say they are rank 1" in refused["text"]
+    assert [result(first)["rank"], accepted["rank"], result(last)["rank"]] == [0, 1, 2]
+
+
+def test_rank_0_refuses_a_file_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text(json.dumps(note(pid=ended_pid(), time=0)))
+    with pytest.raises(StaleRendezvous) as caught:
+        detect({}, init=f"file://{path}", rank=0, world_size=2)
+    for text in (str(path), socket.gethostname(), "19", "has ended", "delete the file", "another name"):
+        assert text in str(caught.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rank_0_refuses_a_file_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text(json.dumps(note()))
+    with pytest.raises(StaleRendezvous, match=f"process {os.getpid()} on .* is still running"):
+        detect({}, init=f"file://{path}", rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_another_rank_refuses_a_file_left_behind(tmp_path: Path, alive: bool) -> None:
+    # `alive`: the number of the dead writer has gone to another process; but nobody answers at its port.
+    path = tmp_path / "meet"
+    with socket.socket() as unused:
+        unused.bind((outward_address(), 0))
+        pid = os.getpid() if alive else ended_pid()
+        path.write_text(json.dumps(note(pid=pid, port=unused.getsockname()[1])))
+        with pytest.raises(StaleRendezvous, match="does not answer" if alive else "has ended"):
+            detect({}, init=f"file://{path}", rank=1, world_size=2)
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text("precious")
+    for rank in (0, 1):
+        with pytest.raises(StaleRendezvous, match="not a rendezvous of unidist's"):
+            detect({}, init=f"file://{path}", rank=rank, world_size=2)
+    assert path.read_text() == "precious"
+
+
+def test_rank_0_of_another_host_without_an_address(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text(json.dumps(note(host="elsewhere (127.0.0.1)", addr="127.0.0.1")))
+    with pytest.raises(WorldError, match=r"elsewhere .* knows no address"):
+        detect({}, init=f"file://{path}", rank=1, world_size=2)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"cannot write .*nowhere/meet"):
+        detect({}, init=f"file://{tmp_path}/nowhere/meet", rank=0, world_size=2)
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    process = start(tmp_path / "meet", 0, 2)
+    while not (tmp_path / "meet").exists():
+        time.sleep(0.01)
+    assert (tmp_path / "meet").stat().st_mode & 0o077 == 0
+    assert detect({}, init=f"file://{tmp_path}/meet", rank=1, world_size=2).rank == 1
+    assert result(process)["rank"] == 0
