@@ -182,7 +182,7 @@ def test_gather_names_the_missing_to_everyone(control: Control) -> None:
     errors += together(lambda: control.gather("start", 1, 4, 1, 600))
     for error in errors:
         assert isinstance(error, RanksMissing)
-        assert "ranks 1, 2 did not come to 'start'" in str(error)
+        assert "ranks 1, 2 did not come to 'start' within 0.2 s" in str(error)
         assert "ranks 0, 3 did" in str(error)
 
 

@@ -121,7 +121,7 @@ class _Store:
             if gather.answer is None:
                 # One rank giving up settles it for all: who waits longer, or comes later, waits in vain.
                 missing = sorted(set(range(size)) - set(gather.values))
-                failure = {"missing": missing, "came": gather.values}
+                failure = {"missing": missing, "came": gather.values, "waited": timeout}
                 gather.answer = HTTPStatus.REQUEST_TIMEOUT, json.dumps(failure).encode()
                 gather.ready.notify_all()
             gather.answered += 1
@@ -354,7 +354,7 @@ class Control:
         if status == HTTPStatus.REQUEST_TIMEOUT:
             failure = json.loads(answer)
             raise RanksMissing(
-                f"{_ranks(failure['missing'])} did not come to {key!r} within {timeout:g} s; "
+                f"{_ranks(failure['missing'])} did not come to {key!r} within {failure['waited']:.3g} s; "
                 f"{_ranks(map(int, failure['came']))} did. Look at the log of the missing for the cause."
             )
         everything: list[Any] = json.loads(self._good(status, answer))
@@ -462,7 +462,7 @@ def agree(control: Control, sequence: int, rank: int, size: int, signature: str,
         failure = json.loads(answer)
         came = {int(r): wish for r, wish in failure["came"].items()}
         raise RanksMissing(
-            f"{_ranks(failure['missing'])} did not come to collective {sequence} within {timeout:g} s, "
+            f"{_ranks(failure['missing'])} did not come to collective {sequence} within {failure['waited']:.3g} s, "
             f"where others wait ({_wishes(came)}). All ranks must make the same calls in the same order: "
             "look for a rank that died or is slow, or a call under `if strategy.is_main`."
         )
