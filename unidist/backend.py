@@ -6,7 +6,7 @@
     [project.entry-points."unidist.backends"]
     mine = "my_package:plugin"
 
-`unidist.testing` holds the conformance suite that tells whether it keeps the promises; `backends/unidist_torch` is an example.
+`unidist.testing` holds the suite that tells whether it keeps the promises; `backends/unidist_torch` is an example.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Backend(ABC):
 
     framework: str  # "torch", "mxnet", "oneflow": what the user's model is written in
     device: str  # where batches arrive, as the framework spells it
-    transport: str  # what carries the gradients, for the start-up line
+    version: str  # of the framework
+    transport: str  # what carries the gradients, and why it was chosen
     capabilities: Capabilities
     world: World
     devices: int = 1  # how many devices this process drives

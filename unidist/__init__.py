@@ -1,0 +1,26 @@
+"""One training loop on PyTorch DDP, MXNet KVStore, OneFlow and Horovod, with the same numbers on each.
+
+Importing this loads no framework and not numpy; a backend is loaded when a `Strategy` starts.
+"""
+
+from unidist._version import __version__
+from unidist.backend import Backend, Capabilities, Plugin, Update
+from unidist.errors import UnidistError
+from unidist.optim import SGD, Adam, AdamW, OptimizerSpec
+from unidist.strategy import Strategy
+from unidist.world import World
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Backend",
+    "Capabilities",
+    "OptimizerSpec",
+    "Plugin",
+    "Strategy",
+    "UnidistError",
+    "Update",
+    "World",
+    "__version__",
+]

@@ -1,0 +1,136 @@
+"""Backend name -> `Plugin`, by the entry-point group "unidist.backends". Nothing is loaded before it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from unidist.backend import Backend, Plugin
+from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError
+
+GROUP = "unidist.backends"
+
+_loaded: dict[str, Plugin] = {}
+
+
+def names() -> list[str]:
+    return sorted(_found())
+
+
+def plugin(name: str) -> Plugin:
+    """The declaration of backend `name`; its framework is not imported."""
+    if name not in _loaded:
+        found = _found()
+        if name not in found:
+            near = difflib.get_close_matches(name, found, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnknownBackend(f"no backend is called {name!r}.{hint} Known: {', '.join(sorted(found)) or 'none'}.")
+        loaded = found[name].load()
+        if not isinstance(loaded, Plugin) or loaded.name != name:
+            raise UnidistError(
+                f"the entry point {name} = {found[name].value} must name a unidist.Plugin called {name!r}, "
+                f"it gives {loaded!r}"
+            )
+        _loaded[name] = loaded
+    return _loaded[name]
+
+
+def missing(plugin: Plugin) -> list[str]:
+    """Which of the modules that the backend needs are not installed for this interpreter."""
+    return [module for module in plugin.requires if module not in sys.modules and not importlib.util.find_spec(module)]
+
+
+def backend_class(plugin: Plugin) -> type[Backend]:
+    """Import the backend itself, and with it the framework."""
+    absent = missing(plugin)
+    module, _, attribute = plugin.backend.partition(":")
+    try:
+        if absent:
+            raise ModuleNotFoundError(f"No module named {absent[0]!r}", name=absent[0])
+        backend: type[Backend] = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"backend {plugin.name!r} cannot start on {sys.executable}: {error}. "
+            f"Run `python -m unidist setup {plugin.name}`, then start the script with "
+            f"`python -m unidist run --backend {plugin.name} …`, which uses that environment."
+        ) from error
+    return backend
+
+
+def build_options(plugin: Plugin, given: Mapping[str, Any]) -> Any:
+    """The backend's options dataclass from keyword arguments; a misspelt name is answered with the right one."""
+    known = [field.name for field in fields(plugin.options)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnknownOption(
+                f"backend {plugin.name!r} has no option {name!r}.{hint} Its options: {', '.join(known)}."
+            )
+    try:
+        return plugin.options(**given)
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, UnidistError) else UsageError(f"backend {plugin.name!r}: {error}") from error
+
+
+def choose(name: str | None, env: Mapping[str, str] = os.environ) -> tuple[Plugin, str]:
+    """Which backend, and why: the argument, UNIDIST_BACKEND, the launcher's variables, what is installed."""
+    if name is not None:
+        return plugin(name), "named in the call"
+    if env.get("UNIDIST_BACKEND"):
+        return plugin(env["UNIDIST_BACKEND"]), "UNIDIST_BACKEND"
+    known = [plugin(each) for each in names()]
+    for each in known:
+        if each.implied_by and each.implied_by in env:
+            return each, f"{each.implied_by} is set"
+    installed = [each for each in known if not missing(each)]
+    if len(installed) == 1:
+        return installed[0], "the only framework installed"
+    for each in installed:
+        if each.name == DEFAULT:
+            return each, f"the default among {', '.join(p.name for p in installed)}"
+    choices = ", ".join(each.name for each in installed or known)
+    state = "several frameworks are installed" if installed else f"no framework is installed for {sys.executable}"
+    raise UsageError(
+        f'which backend? {state}. Name one of {choices}: Strategy("…") or `python -m unidist run --backend …`'
+        + ("" if installed else "; `python -m unidist setup NAME` installs one")
+        + "."
+    )
+
+
+DEFAULT = "torch"  # only ever a tie-break, and the start-up line says so
+
+
+def _found() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for entry in [*entry_points(group=GROUP), *_source_tree()]:
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise UnidistError(
+                f"two backends are called {entry.name!r}: {other.value} and {entry.value}. Uninstall one of them."
+            )
+    return found
+
+
+def _source_tree() -> list[EntryPoint]:
+    """In a clone that was never installed there is no metadata to ask: read the same table from pyproject.toml."""
+    root = Path(__file__).resolve().parent.parent
+    project = root / "pyproject.toml"
+    if not project.is_file() or not (root / "backends").is_dir():
+        return []
+    if str(root / "backends") not in sys.path:
+        sys.path.append(str(root / "backends"))
+    # tomllib came with Python 3.11; this one table is flat enough for a pattern.
+    table = re.search(
+        rf'^\[project\.entry-points\."{re.escape(GROUP)}"\]\n((?:\w+ = ".*"\n)*)', project.read_text(), re.M
+    )
+    rows = re.findall(r'^(\w+) = "(.*)"$', table.group(1), re.M) if table else []
+    return [EntryPoint(name, value, GROUP) for name, value in rows]

@@ -1,0 +1,51 @@
+"""Do all ranks hold the same model, in structure and in value? Asked once, before `prepare` makes them equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from unidist.collectives import Collectives
+from unidist.errors import RanksDisagree
+
+
+def compare_ranks(
+    state: Mapping[str, Any], to_numpy: Callable[[Any], np.ndarray[Any, Any]], collectives: Collectives
+) -> str | None:
+    """A sentence when values differ, None when they do not. A different structure raises `RanksDisagree`."""
+    structure = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in state.items()]
+    values = hashlib.blake2b(digest_size=16)
+    for tensor in state.values():
+        values.update(to_numpy(tensor).tobytes())
+    text = "\n".join(structure).encode()
+    digests = collectives.all_gather(
+        np.frombuffer(hashlib.blake2b(text, digest_size=16).digest() + values.digest(), np.uint8)
+    )
+    if any((each[:16] != digests[0][:16]).any() for each in digests):
+        raise RanksDisagree(_difference(text, collectives))
+    others = [str(rank) for rank, each in enumerate(digests) if (each != digests[0]).any()]
+    if not others:
+        return None
+    return (
+        f"rank{'s' * (len(others) > 1)} {', '.join(others)} began with other values than rank 0 (an unseeded "
+        "initialisation?): all ranks now have those of rank 0"
+    )
+
+
+def _difference(text: bytes, collectives: Collectives) -> str:
+    """Every rank gets every structure, so that every rank can say the same."""
+    longest = collectives.all_reduce(len(text), "max")
+    padded = np.zeros(longest, dtype=np.uint8)
+    padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+    structures = [each.tobytes().rstrip(b"\0").decode().split("\n") for each in collectives.all_gather(padded)]
+    lines = []
+    for rank, theirs in enumerate(structures):
+        extra = [line for line in theirs if line not in set(structures[0])]
+        absent = [line for line in structures[0] if line not in set(theirs)]
+        if extra or absent:
+            theirs_only, rank_0_only = (", ".join(each[:3]) or "nothing" for each in (extra, absent))
+            lines.append(f"rank {rank} has {theirs_only} where rank 0 has {rank_0_only}")
+    return "the ranks built different models: " + ("; ".join(lines) or "the same names, in another order")

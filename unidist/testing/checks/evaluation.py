@@ -1,0 +1,94 @@
+"""Evaluation counts every sample exactly once, and leaves no trace in the model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unidist.errors import UsageError
+from unidist.optim import SGD
+from unidist.testing import reference
+from unidist.testing.case import Case, check, close, refused
+
+
+@check
+def gather_is_in_data_set_order(case: Case) -> None:
+    """Data that does not divide, shuffled or not, a rank without samples included."""
+    for samples in (1, case.size + 1, 23, 24):
+        for shuffle in (False, True):
+            for tail in ("keep", "pad"):
+                loader = case.strategy.loader(
+                    np.arange(samples), per_device_batch=2, shuffle=shuffle, seed=4, tail=tail
+                )
+                got = case.strategy.gather([x for x in loader])
+                assert got.tolist() == list(range(samples)), f"{samples} samples, shuffle={shuffle}, tail={tail}"
+
+
+@check
+def gather_of_the_last_batch(case: Case) -> None:
+    """Inside the loop: the samples of this global batch, each once."""
+    loader = case.strategy.loader(np.arange(23), per_device_batch=2)
+    assert [n for x in loader for n in case.strategy.gather(x).tolist()] == list(range(23))
+
+
+@check
+def gather_keeps_rows_and_dtypes(case: Case) -> None:
+    x, y = reference.data(11)
+    loader = case.strategy.loader((x, y), per_device_batch=2)
+    got = case.strategy.gather([case.backend.to_numpy(a) for a, _ in loader])
+    assert got.dtype == np.float32
+    assert (got == x).all()
+    hits = case.strategy.gather([case.backend.to_numpy(b) == 1 for _, b in loader])
+    assert hits.dtype == np.bool_
+    assert (hits == (y == 1)).all()
+
+
+@check
+def gather_of_something_else_is_refused(case: Case) -> None:
+    loader = case.strategy.loader(np.arange(8), per_device_batch=2)
+    batches = [x for x in loader]
+    with refused(UsageError, "batches"):
+        case.strategy.gather(batches[:-1] if len(batches) > 1 else [])
+    with refused(UsageError, "row"):
+        case.strategy.gather([np.float32(1.0) for _ in batches])
+
+
+@check
+def evaluation_of_a_model(case: Case) -> None:
+    """The logits of every sample, from all ranks, are the serial ones, also with fewer samples than ranks."""
+    model = case.strategy.prepare(case.mlp(), SGD(0.1))[0]
+    serial = reference.Serial(reference.weights(), SGD(0.1))
+    for samples in (1, 13):
+        x, y = reference.data(samples)
+        with case.strategy.evaluate(model):
+            got = case.strategy.gather([model(a) for a, _ in case.strategy.loader((x, y), per_device_batch=3)])
+        close([got], [serial.logits(x)])
+
+
+@check
+def evaluation_does_not_disturb_training(case: Case) -> None:
+    """In the middle of an epoch, of an accumulation group, and with a loader of its own."""
+    samples = 4 * case.backend.devices * case.size * 3 + 1
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), accumulate=2)
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for x, y in case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3):
+        with case.strategy.evaluate(model):
+            case.strategy.gather([model(a) for a in case.strategy.loader(reference.data(5)[0], per_device_batch=1)])
+        step(x, y)
+    serial, _ = case.train_serially(SGD(0.5), samples, epochs=1, accumulate=2)
+    close(case.parameters(model), serial.parameters)
+
+
+@check
+def evaluation_is_the_same_on_every_rank(case: Case) -> None:
+    """Running statistics differ between ranks after a step; evaluation must not show it, nor change them."""
+    model, optimizer = case.strategy.prepare(case.zoo.with_buffers(), SGD(0.1))
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for x, y in case.strategy.loader(reference.data(8 * case.size), per_device_batch=4 * 1):
+        step(x, y)
+    probe = case.backend.from_numpy(reference.data(5)[0])
+    with case.strategy.evaluate(model):
+        own = case.backend.to_numpy(model(probe))
+        again = case.backend.to_numpy(model(probe))
+    assert (own == again).all(), "evaluation changed the model"
+    for theirs in case.strategy.all_gather(own):
+        assert (theirs == own).all(), "ranks evaluate differently"

@@ -1,0 +1,136 @@
+"""Who is there, what is said, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from dataclasses import fields
+
+from unidist import registry
+from unidist.errors import PeerFailed, StateError, UnknownOption, UnsupportedOperation, UsageError
+from unidist.optim import SGD
+from unidist.strategy import Strategy
+from unidist.testing import reference
+from unidist.testing.case import Case, check, refused
+
+
+@check
+def every_rank_is_there_once(case: Case) -> None:
+    strategy = case.strategy
+    assert strategy.all_gather(strategy.rank) == list(range(strategy.world_size))
+    assert strategy.is_main == (strategy.rank == 0)
+    assert 0 <= strategy.local_rank < strategy.world.local_world_size
+
+
+@check
+def start_line_says_what_was_chosen(case: Case) -> None:
+    """One line, on rank 0 alone: backend, environment and why, device, transport."""
+    if case.rank != 0:
+        assert case.start_line == ""
+        return
+    assert case.start_line.count("\n") == 1
+    world = case.strategy.world
+    for word in (case.strategy.backend, world.source, world.reason, case.strategy.device, case.backend.transport):
+        assert word in case.start_line, f"{word!r} is not in {case.start_line!r}"
+
+
+@check
+def print_is_for_rank_0(case: Case) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as heard:
+        case.strategy.print("hello", 3)
+    assert heard.getvalue() == ("hello 3\n" if case.rank == 0 else "")
+
+
+@check
+def log_names_the_rank(case: Case) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        case.strategy.log("here", 3)
+    assert heard.getvalue() == f"[rank {case.rank}] here 3\n"
+
+
+@check
+def misspelt_option_is_answered_with_the_right_one(case: Case) -> None:
+    plugin = registry.plugin(case.strategy.backend)
+    name = fields(plugin.options)[0].name
+    with refused(UnknownOption, repr(name)):
+        registry.build_options(plugin, {name[:-1] + "x": 1})
+
+
+@check
+def gpu_that_is_not_there_is_an_error(case: Case) -> None:
+    """Never a silent fallback. (Where there is a GPU, a far too high index stands in for none.)"""
+    with refused(Exception, "GPU"):
+        type(case.backend)(case.strategy.world, case.backend.options, "cuda:4096", 5.0)
+
+
+@check
+def second_strategy_is_refused(case: Case) -> None:
+    with refused(StateError, "close"):
+        Strategy(case.strategy.backend)
+
+
+@check
+def what_is_not_promised_is_refused(case: Case) -> None:
+    """Every capability that is not True must raise, with its own sentence."""
+    strategy, declared = case.strategy, case.strategy.capabilities
+    if declared.spelled_out is not True:
+        with refused(UnsupportedOperation, declared.spelled_out), strategy.forward():
+            pass
+    if declared.accumulate is not True:
+        with refused(UnsupportedOperation, declared.accumulate):
+            strategy.prepare(case.mlp(), SGD(0.1), accumulate=2)
+    if declared.clip_norm is not True:
+        model, optimizer = strategy.prepare(case.mlp(), SGD(0.1))
+        with refused(UnsupportedOperation, declared.clip_norm):
+            strategy.train_step(model, optimizer, case.zoo.cross_entropy, clip_norm=1.0)
+    if declared.native_optimizer is not True:
+        model = case.mlp()
+        with refused(UnsupportedOperation, declared.native_optimizer):
+            strategy.prepare(model, case.zoo.native_sgd(model, 0.1))
+
+
+@check
+def main_first_lets_rank_0_go_first(case: Case) -> None:
+    made = case.folder / "made-by-main"
+    with case.strategy.main_first():
+        if case.rank == 0:
+            time.sleep(0.2)  # the others would overtake now if they could
+            made.write_text("ready")
+        assert made.read_text() == "ready"
+
+
+@check
+def main_first_local_lets_each_node_go_first(case: Case) -> None:
+    made = case.folder / f"made-on-node-{case.strategy.node_rank}"
+    with case.strategy.main_first(local=True):
+        if case.strategy.local_rank == 0:
+            time.sleep(0.2)
+            made.write_text("ready")
+        assert made.read_text() == "ready"
+
+
+@check
+def main_first_releases_the_others_when_it_fails(case: Case) -> None:
+    ran = False
+    with refused(KeyError if case.rank == 0 else PeerFailed), case.strategy.main_first():
+        ran = True
+        raise KeyError("download failed")
+    assert ran == (case.rank == 0)
+    assert case.strategy.all_reduce(1, "sum") == case.size  # and the job can go on
+
+
+@check
+def bad_arguments_are_refused_before_anything_happens(case: Case) -> None:
+    strategy = case.strategy
+    for arguments in ({}, {"per_device_batch": 4, "global_batch": 4}, {"per_device_batch": 0}, {"global_batch": 2.5}):
+        with refused(UsageError, "batch"):
+            strategy.loader(reference.data(8), **arguments)
+    with refused(UsageError, "accumulate"):
+        strategy.prepare(case.mlp(), SGD(0.1), accumulate=0)
+    with refused(UsageError, "median"):
+        strategy.all_reduce(1, "median")
+    with refused(UsageError, "source"):
+        strategy.broadcast(1, case.size)
+    with refused(UsageError, "prepare"):
+        strategy.train_step(case.mlp(), None, case.zoo.cross_entropy)

@@ -1,0 +1,205 @@
+"""Promises 1, 4 and 5: the same start, the mean gradient, accumulation, and the optimizers' arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import numpy as np
+
+from unidist.errors import RanksDisagree, StateError, UsageError
+from unidist.optim import SGD, Adam, AdamW, OptimizerSpec
+from unidist.testing import reference
+from unidist.testing.case import Case, check, close, refused
+
+
+def same_as_serial(case: Case, spec: OptimizerSpec, samples: int, **how: Any) -> None:
+    model, losses = case.train(spec, samples, **how)
+    serial, expected = case.train_serially(spec, samples, **how)
+    close(case.parameters(model), serial.parameters)
+    if how.get("accumulate", 1) == 1:
+        close(losses, expected)
+
+
+@check
+def same_start(case: Case) -> None:
+    """Ranks that began differently get rank 0's values, and are told."""
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        model = case.strategy.prepare(case.mlp(seed=1 + case.rank))
+    close(case.parameters(model), reference.weights(1), tolerance=0)
+    assert ("began with other values" in heard.getvalue()) == (case.rank == 0 and case.size > 1)
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        case.strategy.prepare(case.mlp())
+    assert heard.getvalue() == ""
+
+
+@check
+def same_start_of_buffers(case: Case) -> None:
+    model = case.zoo.with_buffers()
+    own = {name: np.full(tensor.shape, case.rank + 1.0) for name, tensor in case.backend.state(model).items()}
+    case.backend.load_state(model, own)
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = case.strategy.prepare(model, SGD(0.1))[0]
+    close(case.parameters(model), [np.full(each.shape, 1.0) for each in own.values()], tolerance=0)
+
+
+@check
+def different_models_are_reported(case: Case) -> None:
+    if case.size == 1:
+        return
+    with refused(RanksDisagree, "different models", "rank"):
+        case.strategy.prepare(case.mlp() if case.rank == 0 else case.zoo.with_buffers())
+
+
+@check
+def mean_gradient(case: Case) -> None:
+    """Local batches of one size: a step is the serial step on their concatenation."""
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 3)
+
+
+@check
+def mean_gradient_with_an_uneven_tail(case: Case) -> None:
+    """The last local batches differ in size; weights by sample count."""
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 2 + case.size * 2 - 1)
+
+
+@check
+def mean_gradient_with_a_rank_without_samples(case: Case) -> None:
+    """The tail is one sample: every other rank takes part with padding that weighs nothing."""
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 2 + 1)
+
+
+@check
+def mean_gradient_with_a_padded_tail(case: Case) -> None:
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 2 + 3, tail="pad")
+
+
+@check
+def mean_gradient_with_a_dropped_tail(case: Case) -> None:
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 2 + 3, tail="drop")
+
+
+@check
+def accumulation_equals_the_big_batch(case: Case) -> None:
+    same_as_serial(case, SGD(0.5, momentum=0.9), samples=4 * case.backend.devices * case.size * 6, accumulate=3)
+
+
+@check
+def accumulation_ends_with_the_pass(case: Case) -> None:
+    """The last group is incomplete and its last batch uneven: it still weighs every sample the same."""
+    whole = 4 * case.backend.devices * case.size
+    same_as_serial(case, SGD(0.5, momentum=0.9), samples=whole * 4 + case.size * 2 + 1, accumulate=3)
+
+
+@check
+def clipping_by_global_norm(case: Case) -> None:
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 2 + 1, clip_norm=0.05)
+
+
+@check
+def clipping_leaves_small_gradients_alone(case: Case) -> None:
+    same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 2, clip_norm=1e6)
+
+
+@check
+def sgd_with_momentum_and_decay(case: Case) -> None:
+    same_as_serial(case, SGD(0.2, momentum=0.9, weight_decay=0.01), samples=40)
+
+
+@check
+def sgd_with_nesterov(case: Case) -> None:
+    same_as_serial(case, SGD(0.2, momentum=0.9, nesterov=True), samples=40)
+
+
+@check
+def momentum_under_a_schedule(case: Case) -> None:
+    """The rate must stay outside the velocity."""
+    same_as_serial(case, SGD(lambda step: 0.5 / (1 + step), momentum=0.9), samples=40)
+
+
+@check
+def adam(case: Case) -> None:
+    same_as_serial(case, Adam(0.01, weight_decay=0.01), samples=40)
+
+
+@check
+def adam_with_a_large_epsilon(case: Case) -> None:
+    """Tells whether epsilon stands outside the bias correction."""
+    same_as_serial(case, Adam(0.01, eps=1e-2), samples=40)
+
+
+@check
+def adamw(case: Case) -> None:
+    same_as_serial(case, AdamW(0.01, weight_decay=0.1), samples=40)
+
+
+@check
+def adamw_under_a_schedule(case: Case) -> None:
+    same_as_serial(case, AdamW(lambda step: 0.02 * 0.9**step), samples=40)
+
+
+@check
+def native_optimizer(case: Case) -> None:
+    if case.strategy.capabilities.native_optimizer is not True:
+        return  # what_is_not_promised_is_refused looks at that
+    model = case.mlp()
+    model, optimizer = case.strategy.prepare(model, case.zoo.native_sgd(model, 0.5))
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for x, y in case.strategy.loader(reference.data(40), per_device_batch=4, shuffle=True, seed=3):
+        step(x, y)
+    close(case.parameters(model), case.train_serially(SGD(0.5), 40, epochs=1)[0].parameters)
+
+
+@check
+def optimizer_of_another_model_is_refused(case: Case) -> None:
+    with refused(UsageError, "parameters"):
+        case.strategy.prepare(case.mlp(), case.zoo.native_sgd(case.mlp(), 0.5))
+
+
+@check
+def spelled_out_step(case: Case) -> None:
+    """forward, backward, step give what train_step gives, with accumulation, clipping and an uneven tail."""
+    if case.strategy.capabilities.spelled_out is not True:
+        return  # what_is_not_promised_is_refused looks at that
+    samples = 4 * case.backend.devices * case.size * 4 + case.size * 2 + 1  # five batches, the last one uneven
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5, momentum=0.9), accumulate=2)
+    updates = []
+    for x, y in case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3):
+        with case.strategy.forward(model):
+            loss = case.zoo.cross_entropy(model, x, y)
+        case.strategy.backward(loss)
+        updates.append(case.strategy.step(optimizer, clip_norm=0.1))
+    serial, _ = case.train_serially(SGD(0.5, momentum=0.9), samples, epochs=1, accumulate=2, clip_norm=0.1)
+    close(case.parameters(model), serial.parameters)
+    assert updates == [False, True, False, True, True]
+
+
+@check
+def spelled_out_step_in_the_wrong_order_is_refused(case: Case) -> None:
+    if case.strategy.capabilities.spelled_out is not True:
+        return
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    x, y = (case.backend.from_numpy(each) for each in reference.data(4))
+    with refused(StateError, "forward"):
+        case.strategy.backward(case.zoo.cross_entropy(model, x, y))
+    with refused(StateError, "backward"):
+        case.strategy.step(optimizer)
+
+
+@check
+def loss_that_is_not_one_number_is_refused(case: Case) -> None:
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    step = case.strategy.train_step(model, optimizer, case.zoo.per_sample_loss)
+    x, y = (case.backend.from_numpy(each) for each in reference.data(4))
+    with refused(UsageError, "mean"):
+        step(x, y)
+    close(case.parameters(model), reference.weights(), tolerance=0)
+
+
+@check
+def all_ranks_stay_equal(case: Case) -> None:
+    """To the last bit, after training."""
+    model, _ = case.train(Adam(0.01), samples=43, epochs=3)
+    for everywhere in case.strategy.all_gather({"p": case.parameters(model)}):
+        close(everywhere["p"], case.parameters(model), tolerance=0)

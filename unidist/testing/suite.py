@@ -1,0 +1,127 @@
+"""Runs the checks on fresh processes, through `unidist run`, and hands the results to pytest one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from unidist.testing import checks  # noqa: F401  # registers them
+from unidist.testing.case import CHECKS
+
+LAUNCH_TIMEOUT = 240.0  # seconds for all checks of one launch; a hang is a failure
+SCENARIOS = {"raises": (1, "the victim's own error"), "exits": (7, "exit code 7"), "is killed": (137, "SIGKILL")}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One launch: a backend with its options at one world size."""
+
+    backend: str
+    zoo: str
+    world_size: int
+    options: tuple[tuple[str, Any], ...] = ()
+    servers: int = 0
+    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for the launcher
+
+    def __str__(self) -> str:
+        return "-".join([self.backend, *(f"{value}" for _, value in self.options), f"{self.world_size}"])
+
+    def command(self, module: str, *arguments: str) -> list[str]:
+        options = [f"--option={name}={json.dumps(value)}" for name, value in self.options]
+        servers = [f"--servers={self.servers}"] if self.servers else []
+        launcher = [sys.executable, "-m", "unidist", "run", f"--backend={self.backend}", f"--nproc={self.world_size}"]
+        return [*launcher, *servers, *options, "-m", module, *arguments]
+
+    def start(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a module on every rank. On a timeout the launcher is ended, and with it every process of the job."""
+        root = str(Path(__file__).resolve().parents[2])  # so that `-m unidist` finds this unidist in a bare clone too
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **dict(self.environment)}
+        return subprocess.run(
+            self.command(module, *arguments),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LAUNCH_TIMEOUT,
+        )
+
+
+@cache
+def run(configuration: Configuration, names: tuple[str, ...] | None = None) -> dict[str, str | None]:
+    """Check -> None if it passed on every rank, else what went wrong where.
+
+    One launch does them all. A failed check leaves the ranks in different places, so the rest gets a new launch.
+    """
+    waiting = list(CHECKS if names is None else names)
+    outcome: dict[str, str | None] = {}
+    while waiting:
+        with tempfile.TemporaryDirectory(prefix="unidist-") as folder:
+            try:
+                done = configuration.start("unidist.testing.rank", configuration.zoo, folder, *waiting)
+                end = f"the launch ended with code {done.returncode}:\n{done.stdout[-6000:]}"
+                code = done.returncode
+            except subprocess.TimeoutExpired as hang:
+                output = hang.stdout or b""
+                text = output.decode(errors="replace") if isinstance(output, bytes) else output
+                end, code = f"the launch hung for {LAUNCH_TIMEOUT:g} s:\n{text[-6000:]}", -1
+            ranks = [_read(Path(folder) / f"rank-{rank}.jsonl") for rank in range(configuration.world_size)]
+        before = len(waiting)
+        while waiting and all(waiting[0] in rank for rank in ranks):
+            name = waiting.pop(0)
+            errors = [f"rank {n}:\n{rank[name]}" for n, rank in enumerate(ranks) if rank[name]]
+            outcome[name] = "\n".join(errors) or None
+        if waiting and (code != 0 or len(waiting) == before) and not any(outcome[name] for name in _last(outcome)):
+            outcome[waiting.pop(0)] = end  # it brought the launch down before it could report
+        if not waiting and code != 0 and not any(outcome.values()):
+            outcome["leaving"] = end  # every check passed, but the job did not end well
+    return outcome
+
+
+def conformance(
+    backend: str, *, zoo: str, world_sizes: Sequence[int] = (1, 2, 3), servers: int = 0, **options: Any
+) -> Callable[..., None]:
+    """A pytest test with one case for each check, world size and failure scenario. See the package's docstring."""
+    import pytest
+
+    configurations = [Configuration(backend, zoo, size, tuple(options.items()), servers) for size in world_sizes]
+    cases = [(each, name) for each in configurations for name in [*CHECKS, "leaving", *SCENARIOS]]
+
+    @pytest.mark.parametrize(("configuration", "name"), cases, ids=[f"{each}-{name}" for each, name in cases])
+    def test(configuration: Configuration, name: str) -> None:
+        if name in SCENARIOS:
+            scenario(configuration, name)
+        else:
+            error = run(configuration).get(name)
+            assert error is None, error
+
+    return test
+
+
+def scenario(configuration: Configuration, name: str) -> None:
+    """When the last rank goes wrong, the job ends, with that rank's code, and names it as the cause."""
+    code, words = SCENARIOS[name]
+    done = configuration.start("unidist.testing.scenario", name)
+    assert done.returncode == code, done.stdout
+    first = next(line for line in done.stdout.splitlines() if "failed first" in line)
+    assert f"worker {configuration.world_size - 1} " in first, done.stdout
+    assert words in done.stdout[done.stdout.index("failed first") :], done.stdout
+
+
+def _last(outcome: dict[str, str | None]) -> list[str]:
+    return list(outcome)[-1:]
+
+
+def _read(path: Path) -> dict[str, str | None]:
+    if not path.exists():
+        return {}
+    return {each["check"]: each["error"] for each in map(json.loads, path.read_text().splitlines())}
