@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,10 +49,9 @@ def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
         log_dir.mkdir(parents=True, exist_ok=True)
     causes: list[str] = []
     while True:
-        with Ports(job.host) as ports:
-            control = ControlServer(job.host, token=job.token)
+        with Ports(job.host) as ports, closing(ControlServer(job.host, token=job.token)) as control:
             attempt = replace(job, ports=choose_ports(job, settings, ports), control=control.url, restart=len(causes))
-            supervisor = Supervisor(
+            outcome = Supervisor(
                 plan(attempt, plugin),
                 screen,
                 grace=settings.grace,
@@ -60,13 +60,8 @@ def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
                 log_dir=log_dir,
                 master=settings.master,
                 lifeline=lifeline,
-                # Its threads begin after the forks: clients wait in the socket's queue meanwhile.
-                started=lambda control=control: control.start() and None,  # type: ignore[misc]
-            )
-            try:
-                outcome = supervisor.run()
-            finally:
-                control.close()
+                started=control.start,  # its threads begin after the forks; clients wait in the socket's queue
+            ).run()
         if outcome.text:
             screen.say(outcome.text)
         if not outcome.again or len(causes) >= settings.max_restarts:
@@ -141,8 +136,6 @@ def _child(body: Callable[[], int]) -> None:
         code = body()
     except UnidistError as error:
         print(f"unidist run: {error}", file=sys.stderr)
-    except SystemExit as error:
-        print(error.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

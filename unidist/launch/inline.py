@@ -5,8 +5,8 @@ Imported with `unidist` itself, so everything heavy is imported inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, TextIO
 
 
 def launch(
@@ -74,7 +74,7 @@ def _supervise(spec: str, token: str, variables: dict[str, str]) -> tuple[int, s
     `sys.stdout`, which in a notebook is not file 1.
     """
     import os
-    import selectors
+    import signal
     import subprocess
     import sys
 
@@ -92,33 +92,49 @@ def _supervise(spec: str, token: str, variables: dict[str, str]) -> tuple[int, s
     assert supervisor.stdout
     assert supervisor.stderr
     summary: list[bytes] = []
+
+    def show(line: bytes, stream: TextIO) -> None:
+        if summary or line.startswith(b"unidist: "):  # it ends with the summary, which goes into the error
+            summary.append(line)
+        else:
+            stream.write(line.decode(errors="replace") + "\n")
+            stream.flush()
+
     try:
         supervisor.stdin.write(spec.encode() + b"\n")
         supervisor.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(supervisor.stdout, selectors.EVENT_READ, sys.stdout)
-            selector.register(supervisor.stderr, selectors.EVENT_READ, sys.stderr)
-            pending = {sys.stdout: b"", sys.stderr: b""}
-            while selector.get_map():
-                for key, _ in selector.select():
-                    data = os.read(key.fd, 1 << 16)
-                    *lines, pending[key.data] = (pending[key.data] + data).split(b"\n")
-                    for line in lines:
-                        if summary or line.startswith(b"unidist: "):
-                            summary.append(line)
-                        else:
-                            key.data.write(line.decode(errors="replace") + "\n")
-                    key.data.flush()
-                    if not data:
-                        selector.unregister(key.fileobj)
-        code = supervisor.wait()
+        streams = {supervisor.stdout: sys.stdout, supervisor.stderr: sys.stderr}
+        try:
+            _pump(streams, show)
+        except KeyboardInterrupt:
+            supervisor.send_signal(signal.SIGINT)
+            _pump(streams, show)
+            raise
     finally:
         supervisor.stdin.close()
-        if supervisor.poll() is None:  # we were interrupted: it sees its lifeline close, and ends all
-            supervisor.wait()
-        if supervisor.returncode < 0:
+        code = supervisor.wait()
+        if code < 0:
             end_all(token)
         supervisor.stdout.close()
         supervisor.stderr.close()
     text = b"\n".join(summary).decode(errors="replace").removeprefix("unidist: ")
-    return code if code >= 0 else 128 - code, text
+    return (code if code >= 0 else 128 - code), text
+
+
+def _pump(streams: Mapping[IO[bytes], TextIO], show: Callable[[bytes, TextIO], None]) -> None:
+    """Whole lines, until each stream ends."""
+    import os
+    import selectors
+
+    pending = dict.fromkeys(streams, b"")
+    with selectors.DefaultSelector() as selector:
+        for source in streams:
+            selector.register(source, selectors.EVENT_READ, source)
+        while selector.get_map():
+            for key, _ in selector.select():
+                data = os.read(key.fd, 1 << 16)
+                *lines, pending[key.data] = (pending[key.data] + data).split(b"\n")
+                for line in lines:
+                    show(line, streams[key.data])
+                if not data:
+                    selector.unregister(key.fd)

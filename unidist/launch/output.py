@@ -70,6 +70,7 @@ class Stream:
         )
         self._rest = b""
         self._bar_shown = 0.0
+        self.trouble = float("inf")  # when the last traceback began
         self._error: list[bytes] = []  # an error that is still being printed
         self._repeats = False  # the error before was a repetition
 
@@ -107,6 +108,7 @@ class Stream:
             if line[:1] not in (b" ", b"\t", b""):  # "ValueError: …" ends it
                 self._end_error()
         elif _ERROR_STARTS.match(line):
+            self.trouble = time.monotonic()
             self._error.append(line)
         elif _ERROR_IN_ONE_LINE.match(line):
             self._error.append(line)

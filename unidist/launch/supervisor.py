@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unidist.control import Beat
+from unidist.errors import LaunchError
 from unidist.launch import processes as system
 from unidist.launch.output import Output, Screen, Stream
 from unidist.launch.plan import Process, inherited
 
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
 ECHO_WAIT = 1.0  # how long the true cause may take to show after an error that looks like its echo
+TIMED_OUT = 124  # as timeout(1) has it
 SERVICES_WAIT = 5.0  # how long servers and schedulers may take to end by themselves after the workers
 
 # What the survivors say when a peer has gone. Their error is real, but it is not the cause.
@@ -84,6 +86,11 @@ class _Running:
     def failed(self) -> bool:
         return self.code not in (None, 0) and not self.stopped
 
+    @property
+    def trouble(self) -> float:
+        """When it went wrong: a traceback is printed some time before the process is gone."""
+        return min(self.ended or float("inf"), self.streams["stderr"].trouble)
+
 
 @dataclass
 class Supervisor:
@@ -95,7 +102,7 @@ class Supervisor:
     log_dir: Path | None = None
     master: bool = False  # call worker 0 "master"
     lifeline: int | None = None  # a pipe that closes when whoever started us dies
-    started: Callable[[], None] = lambda: None
+    started: Callable[[], object] = lambda: None
 
     _running: list[_Running] = field(default_factory=list, init=False)
     _signals: list[int] = field(default_factory=list, init=False)
@@ -141,9 +148,7 @@ class Supervisor:
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
-                raise SystemExit(
-                    f"unidist: cannot start {process.name}: {process.command[0]}: {error.strerror}"
-                ) from None
+                raise LaunchError(f"cannot start {process.name}: {process.command[0]}: {error.strerror}") from None
             self._running.append(_Running(process, popen, streams))
             for name in ("stdout", "stderr"):
                 self._selector.register(getattr(popen, name), selectors.EVENT_READ, streams[name])
@@ -184,12 +189,12 @@ class Supervisor:
             hung = self._hung()
             if hung:
                 self._stop()
-                return Outcome(1, hung, again=True)
+                return Outcome(TIMED_OUT, hung, again=True)
 
     def _events(self, wait: float) -> None:
         for key, _ in self._selector.select(wait):
             if isinstance(key.data, Stream):
-                self._read(key.fd, key.data, key.fileobj)
+                self._read(key.fd, key.data)
             elif key.fd == self._signal_fd:
                 with contextlib.suppress(BlockingIOError):
                     self._signals += [n for n in os.read(key.fd, 4096) if n != signal.SIGCHLD]
@@ -199,13 +204,12 @@ class Supervisor:
                 os._exit(137)
         self._reap()
 
-    def _read(self, fd: int, stream: Stream, source: object) -> bool:
+    def _read(self, fd: int, stream: Stream) -> None:
         data = os.read(fd, 1 << 16)
         if data:
             stream.feed(data)
         else:
-            self._selector.unregister(source)  # type: ignore[arg-type]
-        return bool(data)
+            self._selector.unregister(fd)
 
     def _reap(self) -> None:
         # Not Popen.poll: grandchildren that we adopted are to be reaped too.
@@ -226,28 +230,33 @@ class Supervisor:
         stuck = [beat for beat in beats if beat.stuck > self.timeout]
         if not stuck:
             return ""
+        front = max((beat.step, beat.operation) for beat in beats)
         rows = [
             f"    {beat.role} {beat.rank}: step {beat.step}, in {beat.operation}, for {beat.stuck:.0f} s"
+            + ("" if (beat.step, beat.operation) == front else "  <- not where the others are")
             for beat in sorted(beats, key=lambda beat: (beat.role, beat.rank))
         ]
         heard = {(beat.role, beat.rank) for beat in beats}
         rows += [
-            f"    {each.process.name}: {'still running, not heard of' if each.code is None else 'has ended'}"
+            f"    {each.process.name}: {'not heard of' if each.code is None else 'has ended'}  <- missing"
             for each in self._running
             if each.process.is_worker and (each.process.role, each.process.rank) not in heard
         ]
-        return "\n".join([f"no progress for {self.timeout:g} s (--timeout); where each process is:", *rows])
+        return "\n".join([f"no progress for {self.timeout:g} s (--timeout). Where each rank is:", *rows])
 
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _failed(self) -> Outcome:
-        """Find the first cause among those that have failed, giving it a moment to show when all look like echoes."""
+        """Find the first cause among those that have failed. It may be slower to die than those it takes along."""
         until = time.monotonic() + ECHO_WAIT
         while True:
             self._drain()
-            failed = sorted((each for each in self._running if each.failed), key=lambda each: each.ended)
+            failed = sorted((each for each in self._running if each.failed), key=lambda each: each.trouble)
             causes = [each for each in failed if not _is_echo(each)]
-            if causes or time.monotonic() > until or all(each.code is not None for each in self._running):
+            first_trouble = causes[0].trouble if causes else float("inf")
+            dying = [each for each in self._running if each.code is None and each.trouble < first_trouble]
+            settled = (causes and not dying) or all(each.code is not None for each in self._running)
+            if settled or time.monotonic() > until:
                 break
             self._events(0.05)
         first = self._failure((causes or failed)[0])
@@ -283,8 +292,6 @@ class Supervisor:
             self._events(TICK)
             if self._signals:
                 return self._stopped_by(self._signals[0])
-            if any(each.failed for each in self._running):
-                return self._failed()
         self._stop()
         return Outcome(0)
 
@@ -306,10 +313,8 @@ class Supervisor:
 
     def _last_words(self) -> None:
         until = time.monotonic() + 2.0  # only a process that escaped us could hold a pipe open
-        streams = [key for key in list(self._selector.get_map().values()) if isinstance(key.data, Stream)]
-        for key in streams:
-            while time.monotonic() < until and self._read(key.fd, key.data, key.fileobj):
-                pass
+        while time.monotonic() < until and any(isinstance(k.data, Stream) for k in self._selector.get_map().values()):
+            self._events(0.05)
 
 
 def _is_echo(each: _Running) -> bool:
