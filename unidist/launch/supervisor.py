@@ -123,7 +123,7 @@ class Supervisor:
                 outcome = Outcome(141, "nobody reads our output any more (broken pipe)")
             finally:
                 # Whatever happened, also an error of our own: nothing stays behind.
-                system.kill(system.descendants(os.getpid()), signal.SIGKILL)
+                system.kill_descendants()
                 with contextlib.suppress(BrokenPipeError):
                     self._last_words()
                     output.close()
@@ -200,7 +200,7 @@ class Supervisor:
                     self._signals += [n for n in os.read(key.fd, 4096) if n != signal.SIGCHLD]
             else:
                 # The launcher was killed. There is nobody to report to: just end everything, at once.
-                system.kill(system.descendants(os.getpid()), signal.SIGKILL)
+                system.kill_descendants()
                 os._exit(137)
         self._reap()
 
@@ -296,15 +296,19 @@ class Supervisor:
         return Outcome(0)
 
     def _stop(self) -> None:
-        """SIGTERM to every process group, then, after the grace time or a second signal, SIGKILL to what is left."""
-        for each in self._running:
+        """SIGTERM to every process group and to who left it; SIGKILL after the grace time or a second signal."""
+        groups = {each.popen.pid for each in self._running}  # a leader may be gone, its children not
+        strays = [pid for pid in system.descendants(os.getpid()) if system.group(pid) not in groups]
+        for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(each.popen.pid, signal.SIGTERM)  # also when its leader is gone: its children are not
+                os.killpg(group, signal.SIGTERM)
+        system.kill(strays, signal.SIGTERM)
+        for each in self._running:
             each.stopped = each.code is None
         until = time.monotonic() + self.grace
         while time.monotonic() < until and not self._signals and system.descendants(os.getpid()):
             self._events(0.05)
-        system.kill(system.descendants(os.getpid()), signal.SIGKILL)
+        system.kill_descendants()
 
     def _drain(self) -> None:
         """Read what is there, so that the last lines of a process that has ended are known."""
