@@ -70,8 +70,8 @@ class Strategy:
             world, nodes = self.world, self.world.num_nodes
             self._say(
                 f"unidist {__version__}: {self._name} {self._backend.version} ({why}), {world.world_size} "
-                f"process{'es' * (world.world_size > 1)} on {nodes or '?'} node{'s' * (nodes != 1)} from {world.source} "
-                f"({world.reason}), device {self.device}, transport {self._backend.transport}"
+                f"process{'es' * (world.world_size > 1)} on {nodes or '?'} node{'s' * (nodes != 1)} from "
+                f"{world.source} ({world.reason}), device {self.device}, transport {self._backend.transport}"
             )
 
     # -- who and where ---------------------------------------------------------------------------------------
