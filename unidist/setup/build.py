@@ -23,6 +23,7 @@ from unidist.setup.recipes import PROBES, Recipe, SourceBuild, Stage
 from unidist.setup.store import Environment
 
 PROBE_TIMEOUT = 180.0
+VENV = ("-m", "venv")
 GROWING = "unidist-growing"  # there while a stage is being installed
 
 
@@ -68,7 +69,7 @@ def _build(environment: Environment, interpreter: str, lacking: Sequence[Stage],
         ready = {}
         (path / store.MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-        steps.run(f"{recipe.name}: new environment with {interpreter}", [interpreter, "-m", "venv", str(path)])
+        steps.run(f"{recipe.name}: new environment with {interpreter}", [interpreter, *VENV, str(path)])
         growing.touch()
         if recipe.every:
             steps.run(f"{recipe.name}: {', '.join(recipe.every)}", _pip(environment, *recipe.every))
