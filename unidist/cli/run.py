@@ -73,9 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_torchrun(args)
-    plugin, why = (
-        registry.choose(args.backend) if args.backend or _installed() else (registry.plugin(_set_up()), "set up")
-    )
+    plugin, why = environments.choose(args.backend)
     options = parse_options(plugin, args.option)
     registry.build_options(plugin, options)  # a misspelt one ends here, before anything starts
     nproc = _nproc(args.nproc)
@@ -145,30 +143,6 @@ def _check_torchrun(args: argparse.Namespace) -> None:
     ]
     if given:
         print(f"unidist: {', '.join(given)} not needed on one machine, not used", file=sys.stderr)
-
-
-def _installed() -> bool:
-    """Whether `registry.choose` can find a backend without being told."""
-    return bool(os.environ.get("UNIDIST_BACKEND")) or any(
-        not environments.lacking(registry.plugin(name)) for name in registry.names()
-    )
-
-
-def _set_up() -> str:
-    """This interpreter has no framework: the environment that was set up decides, if there is just one."""
-    from unidist.setup import recipes, store
-
-    found = [
-        name
-        for name in registry.names()
-        if (recipe := recipes.recipe_of(name)) is not None and store.find(recipe, name)
-    ]
-    if len(found) == 1 or registry.DEFAULT in found:
-        return registry.DEFAULT if registry.DEFAULT in found else found[0]
-    state = (
-        f"set up: {', '.join(found)}" if found else f"none is set up; `{environments.command()} setup NAME` does that"
-    )
-    raise UsageError(f"which backend? Name one of {', '.join(registry.names())} with --backend ({state}).")
 
 
 def _nproc(text: str) -> int:
