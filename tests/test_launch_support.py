@@ -112,6 +112,8 @@ class Place:
         return self.end(process)
 
     def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest itself runs in the background of a script
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(
             self.command(*arguments),
             env={**self.env, **env},

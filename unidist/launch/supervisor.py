@@ -100,6 +100,7 @@ class Supervisor:
     timeout: float | None = None  # without progress for so many seconds, the job is hung
     beats: Callable[[], dict[str, Beat]] | None = None
     log_dir: Path | None = None
+    append: bool = False  # to the files there, after a restart
     master: bool = False  # call worker 0 "master"
     lifeline: int | None = None  # a pipe that closes when whoever started us dies
     started: Callable[[], object] = lambda: None
@@ -110,7 +111,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Until every process has ended. Call it from the main thread of a process that has no other children."""
         system.adopt_orphans()
-        output = Output(self.plan, self.screen, self.log_dir, self.master)
+        output = Output(self.plan, self.screen, self.log_dir, self.append, self.master)
         self._selector = selectors.DefaultSelector()
         with self._selector, self._wakeup():
             if self.lifeline is not None:
@@ -159,7 +160,7 @@ class Supervisor:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = (signal.SIGCHLD, *system.stopping_signals())
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ, None)
