@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from test_launch_support import PATIENCE, Place
 
 RUN = ("run", "--backend", "plain")

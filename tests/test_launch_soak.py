@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch_support import Place
 
+from test_launch_support import Place
 from unidist.setup import recipes, store
 
 TIMES = int(os.environ.get("UNIDIST_SOAK", "0"))
