@@ -94,6 +94,7 @@ def _environment(job: Job, process: Process) -> dict[str, str]:
         "UNIDIST_TOKEN": job.token,
         "UNIDIST_RESTART": str(job.restart),
         "PYTHONUNBUFFERED": "1",  # a line is shown when it is printed, and not lost when the process is killed
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code, or the end of a hang, shows where in the script it was
     }
     native = {  # for scripts that read these themselves
         "MASTER_ADDR": common["UNIDIST_MASTER_ADDR"],
