@@ -84,8 +84,8 @@ def killed_at(line: int, save) -> bool:
 
         def trace(frame, event, _):
             nonlocal left
-            if "unidist/checkpoint/" not in frame.f_code.co_filename:
-                return None
+            if not frame.f_code.co_filename.endswith(("checkpoint/writer.py", "checkpoint/arrays.py")):
+                return None  # the others do not touch the disk
             if event == "line":
                 left -= 1
                 if left < 0:
@@ -138,6 +138,6 @@ def test_killed_before_each_line_of_a_save(tmp_path, monkeypatch):
             if not was_killed:
                 break
             line += 1
-        assert line > 100
+        assert line > 80
     for kind, old in (("first", None), ("replace", 2), ("numbered", 2)):
         assert {(kind, old, True), (kind, 3, True), (kind, 3, False)} <= seen
