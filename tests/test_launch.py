@@ -106,6 +106,8 @@ def test_the_network_options(place: Place) -> None:
         (("--nproc", "0"), "--nproc 0"),
         (("--nproc", "two"), "--nproc two"),
         (("--servers", "1"), "no servers"),
+        (("--max-restarts", "-1"), "'-1' is not"),
+        (("--timeout", "0"), "'0' is not"),
     ],
 )
 def test_wrong_arguments_start_nothing(place: Place, arguments: tuple[str, ...], says: str) -> None:

@@ -44,13 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "-n", "--nproc", *_spellings("nproc-per-node"), default="1", metavar="N", help="workers, or `auto` (default: 1)"
     )
-    add("--servers", type=int, default=0, metavar="M", help="parameter servers, for backends that have them")
+    add("--servers", type=_count, default=0, metavar="M", help="parameter servers, for backends that have them")
     add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend; may be repeated")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
-    add(*_spellings("max-restarts"), type=int, default=0, metavar="N", help="start the job again after a failure")
+    add(*_spellings("max-restarts"), type=_count, default=0, metavar="N", help="start the job again after a failure")
     add(*_spellings("log-dir"), metavar="DIR", help="also write the output of each process to a file there")
-    add("--timeout", type=float, metavar="S", help="end the job when a rank makes no progress for S seconds")
-    add("--grace", type=float, default=5.0, metavar="S", help="seconds between SIGTERM and SIGKILL (default: 5)")
+    add("--timeout", type=_seconds, metavar="S", help="end the job when a rank makes no progress for S seconds")
+    add("--grace", type=_seconds, default=5.0, metavar="S", help="seconds between SIGTERM and SIGKILL (default: 5)")
     add("-q", "--quiet", action="store_true", help="show worker 0 only")
     add("--label-master", action="store_true", help="call worker 0 `[master]`")
     # An option with an optional value would swallow the script, so each form is a flag.
@@ -123,6 +123,19 @@ def parse_options(plugin: Plugin, pairs: Sequence[str]) -> dict[str, Any]:
             with contextlib.suppress(ValueError):  # then it is a plain string
                 options[name.replace("-", "_")] = json.loads(value)
     return options
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
 
 
 def _spellings(name: str) -> tuple[str, ...]:

@@ -97,12 +97,14 @@ def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: _S
     """The package built from source against what is in this environment, from the cache when it was built before."""
     against = [environment.recipe.stage(name).key for name in stage.after]
     key = hashlib.sha256(repr((build, against, environment.path.name)).encode()).hexdigest()[:12]
-    cache = store.home() / "wheels" / f"{build.requirement.partition('==')[0]}-{key}"
+    name = build.requirement.partition("==")[0]
+    cache = store.home() / "wheels" / f"{name}-{key}"
     if found := next(cache.glob("*.whl"), None):
         return found
-    name = build.requirement.partition("==")[0]
     cache.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=cache.parent) as aside:
+    for left in cache.parent.glob(f"build-{key}-*"):  # by a build that was killed: we have the lock, nobody is at it
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"build-{key}-", dir=cache.parent) as aside:
         work = Path(aside)
         # Beside the environment, not in it: the old setuptools that the build needs is too old for others there.
         tools = str(work / "tools")
