@@ -6,6 +6,7 @@ Importing this loads no framework and not numpy; a backend is loaded when a `Str
 from unidist._version import __version__
 from unidist.backend import Backend, Capabilities, Plugin, Update
 from unidist.errors import UnidistError
+from unidist.launch.inline import launch
 from unidist.optim import SGD, Adam, AdamW, OptimizerSpec
 from unidist.strategy import Strategy
 from unidist.world import World
@@ -23,4 +24,5 @@ __all__ = [
     "Update",
     "World",
     "__version__",
+    "launch",
 ]

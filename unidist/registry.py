@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unidist.backend import Backend, Plugin
 from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "unidist.backends"
 
@@ -45,7 +47,12 @@ def plugin(name: str) -> Plugin:
 
 def missing(plugin: Plugin) -> list[str]:
     """Which of the modules that the backend needs are not installed for this interpreter."""
-    return [module for module in plugin.requires if module not in sys.modules and not importlib.util.find_spec(module)]
+    return [module for module in plugin.requires if module not in sys.modules and not _installed(module)]
+
+
+def _installed(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None  # a mere directory of that name is no framework
 
 
 def backend_class(plugin: Plugin) -> type[Backend]:
@@ -110,6 +117,8 @@ DEFAULT = "torch"  # only ever a tie-break, and the start-up line says so
 
 
 def _found() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points  # not at the top: it would be half of the time of `import unidist`
+
     found: dict[str, EntryPoint] = {}
     for entry in [*entry_points(group=GROUP), *_source_tree()]:
         other = found.setdefault(entry.name, entry)
@@ -122,6 +131,8 @@ def _found() -> dict[str, EntryPoint]:
 
 def _source_tree() -> list[EntryPoint]:
     """In a clone that was never installed there is no metadata to ask: read the same table from pyproject.toml."""
+    from importlib.metadata import EntryPoint
+
     root = Path(__file__).resolve().parent.parent
     project = root / "pyproject.toml"
     if not project.is_file() or not (root / "backends").is_dir():

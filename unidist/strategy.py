@@ -18,7 +18,7 @@ from unidist._version import __version__
 from unidist.errors import PeerFailed, StateError, UnsupportedOperation, UsageError
 from unidist.training import Prepared, Schedule, Turn
 from unidist.watch import Watch
-from unidist.world import World, detect, release
+from unidist.world import World, detect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,13 +66,12 @@ class Strategy:
         self._evaluating = 0
         self._open: tuple[Any, Turn, str] | None = None  # spelled-out step: (model, turn, what has been done)
         self._watch = Watch(self._backend)
-        release(found)
         if self.is_main:
             world, nodes = self.world, self.world.num_nodes
             self._say(
                 f"unidist {__version__}: {self._name} {self._backend.version} ({why}), {world.world_size} "
-                f"process{'es' * (world.world_size > 1)} on {nodes} node{'s' * (nodes > 1)} from {world.source} "
-                f"({world.reason}), device {self.device}, transport {self._backend.transport}"
+                f"process{'es' * (world.world_size > 1)} on {nodes or '?'} node{'s' * (nodes != 1)} from "
+                f"{world.source} ({world.reason}), device {self.device}, transport {self._backend.transport}"
             )
 
     # -- who and where ---------------------------------------------------------------------------------------

@@ -72,10 +72,6 @@ def detect(
     return _overridden(variables, rank, world_size)
 
 
-def release(world: World) -> None:
-    """Nothing is held any more once `detect` returns: a file:// meeting removes its file itself."""
-
-
 # -- arguments -----------------------------------------------------------------------------------------------
 
 

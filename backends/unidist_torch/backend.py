@@ -173,8 +173,9 @@ class TorchBackend(Backend):
             bucket_cap_mb=self.options.bucket_cap_mb,
             find_unused_parameters=self.options.find_unused_parameters,
             static_graph=self.options.static_graph,
-            broadcast_buffers=self.options.broadcast_buffers,
             gradient_as_bucket_view=True,
+            # True is DDP's default; to name it would bring its warning about the name.
+            **({} if self.options.broadcast_buffers else {"broadcast_buffers": False}),
         )
         return wrapped, optimizer
 

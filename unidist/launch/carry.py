@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from unidist.errors import LaunchError
+from unidist.launch import inline
 
 MAIN = "__unidist_main__"  # the caller's script, when it is loaded for its functions only
 
@@ -34,6 +35,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], directory: Path) -> None
             call = pickle.dumps((fn, args))
     if call is None:
         call = _by_value(fn, args)
+    if b"__main__" not in call:  # then the script need not be loaded there
         script = None
     (directory / "call.pickle").write_bytes(call)
     installed = tuple(sysconfig.get_paths().values())
@@ -84,7 +86,9 @@ def main(directory: Path) -> None:
         # As multiprocessing does: the script's functions and classes are to be found in __main__.
         load, what = (runpy.run_path, context["script"]) if context["script"] else (runpy.run_module, context["module"])
         module = types.ModuleType(MAIN)
+        inline.loading = True
         module.__dict__.update(load(what, run_name=MAIN))
+        inline.loading = False
         sys.modules["__main__"] = sys.modules[MAIN] = module
     fn, args = pickle.loads((directory / "call.pickle").read_bytes())
     value = fn(*args)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TextIO
 
+loading = False  # in a process of a job, while the caller's script is loaded for its functions
+
 
 def launch(
     fn: Callable[..., Any],
@@ -41,9 +43,13 @@ def launch(
     from unidist.launch.engine import Settings
     from unidist.launch.plan import Job
 
+    if loading:
+        raise LaunchError(
+            'the script calls launch() again when it is loaded: put that under if __name__ == "__main__":'
+        )
     if nproc < 1:
         raise UsageError(f"nproc={nproc}: at least one process is needed")
-    plugin, _ = registry.choose(backend)
+    plugin, _ = environments.choose(backend)
     registry.build_options(plugin, options)
     python, variables = environments.interpreter_for(plugin.name)
     if "OMP_NUM_THREADS" not in os.environ:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -71,6 +72,26 @@ def kill(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def kill_descendants(within: float = 5.0) -> None:
+    """Kill every process below this one, and what those start meanwhile, until none is left."""
+    until = time.monotonic() + within  # one that hangs in the kernel cannot be waited for
+    while (left := descendants(os.getpid())) and time.monotonic() < until:
+        kill(left, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def stopping_signals() -> list[signal.Signals]:
+    """What ends a job from outside, except for what whoever started us has switched off, as nohup does."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def group(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
 
 
 def _pids() -> Iterator[int]:

@@ -29,7 +29,8 @@ class Configuration:
     world_size: int
     options: tuple[tuple[str, Any], ...] = ()
     servers: int = 0
-    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for the launcher
+    python: str = field(default=sys.executable, repr=False)  # the launcher's; ranks may run in another environment
+    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of the launcher
 
     def __str__(self) -> str:
         return "-".join([self.backend, *(f"{value}" for _, value in self.options), f"{self.world_size}"])
@@ -37,7 +38,7 @@ class Configuration:
     def command(self, module: str, *arguments: str) -> list[str]:
         options = [f"--option={name}={json.dumps(value)}" for name, value in self.options]
         servers = [f"--servers={self.servers}"] if self.servers else []
-        launcher = [sys.executable, "-m", "unidist", "run", f"--backend={self.backend}", f"--nproc={self.world_size}"]
+        launcher = [self.python, "-m", "unidist", "run", f"--backend={self.backend}", f"--nproc={self.world_size}"]
         return [*launcher, *servers, *options, "-m", module, *arguments]
 
     def start(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

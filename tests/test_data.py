@@ -1,0 +1,145 @@
+"""Batch arithmetic, the order of samples, and the loader by itself."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unidist.data.batch import Batch
+from unidist.data.loader import Loader
+from unidist.data.order import Epoch, permutation
+from unidist.errors import UsageError
+
+
+def test_the_arithmetic_of_two_workers_with_four_devices():
+    batch = Batch.of(64, None, devices=4, workers=2)
+    assert (batch.per_worker, batch.global_batch) == (256, 512)
+    assert str(batch) == "64 per device x 4 devices = 256 per worker, x 2 workers = 512 global"
+    assert Batch.of(None, 512, devices=4, workers=2) == batch
+
+
+def test_a_global_batch_that_does_not_divide_names_its_neighbours():
+    with pytest.raises(UsageError, match="504 or 512"):
+        Batch.of(None, 510, devices=4, workers=2)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(None, 1.0), ("linear", 8.0), ("sqrt", 8.0**0.5)])
+def test_learning_rate_scaling_is_asked_for_by_name(scale, factor):
+    assert Batch.of(64, None, devices=4, workers=2, scale=scale).lr_scale == factor
+
+
+def test_scaling_a_fixed_global_batch_is_refused():
+    with pytest.raises(UsageError, match="does not grow"):
+        Batch.of(None, 512, devices=1, workers=2, scale="linear")
+
+
+def test_the_permutation_never_changes():
+    """Written down once: another NumPy, machine or release must give the same order, or checkpoints cannot resume."""
+    assert permutation(10, 0, 0).tolist() == PINNED[0]
+    assert permutation(10, 0, 1).tolist() == PINNED[1]
+    assert permutation(10, 1, 0).tolist() == PINNED[2]
+
+
+PINNED = (
+    [1, 8, 9, 3, 6, 5, 0, 7, 4, 2],
+    [5, 2, 8, 6, 9, 1, 7, 4, 0, 3],
+    [9, 8, 5, 3, 0, 1, 4, 7, 6, 2],
+)
+
+
+def test_the_permutation_is_fair():
+    """Over many epochs every sample is about as often first as any other."""
+    first = np.bincount([permutation(10, 0, epoch)[0] for epoch in range(5000)], minlength=10)
+    assert first.min() > 400
+    assert first.max() < 600
+
+
+epochs = st.builds(
+    lambda size, per_worker, workers, shuffle, tail: (size, Batch(per_worker, 1, workers), shuffle, tail),
+    st.integers(1, 60),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from(["keep", "pad", "drop"]),
+)
+
+
+@given(epochs, st.integers(0, 3))
+def test_shards_are_disjoint_and_cover(case, number):
+    size, batch, shuffle, tail = case
+    if tail == "drop" and size < batch.global_batch:
+        with pytest.raises(UsageError, match="tail='drop'"):
+            Epoch(size, batch, number=number, shuffle=shuffle, seed=1, tail=tail)
+        return
+    epoch = Epoch(size, batch, number=number, shuffle=shuffle, seed=1, tail=tail)
+    seen = []
+    for step in range(epoch.steps):
+        parts = [epoch.rows(rank, step) for rank in range(batch.workers)]
+        real = [index for part in parts for index in part.indices[: part.real].tolist()]
+        first = step * batch.global_batch
+        assert real == epoch.order[first : first + len(real)].tolist(), "global batches follow the order"
+        assert {part.total for part in parts} == {len(real)}
+        assert all(len(part.indices) >= 1 for part in parts), "every rank takes part in every step"
+        if tail == "pad":
+            assert {len(part.indices) for part in parts} == {batch.per_worker}
+        else:
+            assert max(p.real for p in parts) - min(p.real for p in parts) <= 1
+        seen += real
+    assert len(seen) == len(set(seen)) == (size if tail != "drop" else size // batch.global_batch * batch.global_batch)
+
+
+@given(epochs)
+def test_blocks_are_the_steps_one_after_the_other(case):
+    size, batch, shuffle, tail = case
+    if tail == "drop" and size < batch.global_batch:
+        return
+    epoch = Epoch(size, batch, number=0, shuffle=shuffle, seed=1, tail=tail)
+    for rank in range(batch.workers):
+        steps = [epoch.rows(rank, step) for step in range(epoch.steps)]
+        assert epoch.indices(rank, 0, epoch.steps).tolist() == [i for rows in steps for i in rows.indices.tolist()]
+        mask = [n < rows.real for rows in steps for n in range(len(rows.indices))]
+        assert epoch.real(rank, 0, epoch.steps).tolist() == mask
+
+
+def loader(data, batch=None, **how):
+    settings = {"rank": 0, "shuffle": False, "seed": 0, "tail": "keep", "prefetch": True, "keep_float64": False}
+    ends = {"to_device": lambda array: array, "on_batch": lambda drawn: None, "on_end": lambda epoch: None}
+    return Loader(data, batch or Batch(4), **{**settings, **ends, **how})
+
+
+def test_batches_are_views_of_one_vectorised_read():
+    x, y, z = list(loader(np.arange(40).reshape(10, 4)))
+    assert x.base is y.base or x.base.base is y.base.base
+    assert len(z) == 2
+
+
+def test_a_memory_map_stays_one(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(40.0).reshape(10, 4))
+    data = loader(str(tmp_path / "x.npy"))
+    assert isinstance(data._columns[0], np.memmap)
+    assert [len(x) for x in data] == [4, 4, 2]
+
+
+def test_the_reading_thread_ends_when_the_loop_is_left():
+    wide = np.zeros((600, 3000), dtype=np.float32)
+    for _ in loader(wide):
+        break
+    for thread in threading.enumerate():
+        if thread.name.startswith("unidist-loader"):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+def test_an_error_in_the_reading_thread_reaches_the_loop(monkeypatch):
+    data = loader(np.zeros((600, 3000), dtype=np.float32))
+    monkeypatch.setattr(data, "_convert", lambda column: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(data)
+
+
+def test_big_endian_files_arrive_native():
+    (x,) = loader(np.arange(4, dtype=">f4"))
+    assert x.dtype.isnative
+    assert x.tolist() == [0, 1, 2, 3]

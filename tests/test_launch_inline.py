@@ -1,0 +1,142 @@
+"""`unidist.launch`: a function on fresh processes, from scripts, modules and notebooks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test_launch_support import Ended, Place
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    place.all_gone()
+
+
+def python(place: Place, body: str, *how: str) -> Ended:
+    """Run `body` as a script that begins with the imports below."""
+    return place.end(start(place, body, *how))
+
+
+def start(place: Place, body: str, *how: str) -> subprocess.Popen[str]:
+    head = """\
+        import os, sys, time
+        from unidist.errors import LaunchError, UsageError
+        from unidist.launch.inline import launch
+        def leave():
+            open(os.path.join(os.environ["PIDS"], str(os.getpid())), "w").close()
+    """
+    text = textwrap.dedent(head) + textwrap.dedent(body)
+    (place.path / "caller.py").write_text(text)
+    return subprocess.Popen(
+        [sys.executable, *(how or ("caller.py",))],
+        env=place.env,
+        cwd=place.path,
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_results_by_rank_and_output_of_all(place: Place) -> None:
+    ended = python(
+        place,
+        """
+        class Thing:
+            def __init__(self, value): self.value = value
+        def work(thing, factor):
+            print("in here")
+            return Thing(thing.value + factor * int(os.environ["RANK"]))
+        if __name__ == "__main__":
+            print([thing.value for thing in launch(work, 3, "plain", (Thing(5), 10), depth=2)])
+        """,
+    )
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[-1] == "[5, 15, 25]"
+    assert ended.out.count("] in here") == 3
+
+
+def test_a_function_of_a_module(place: Place) -> None:
+    (place.path / "elsewhere.py").write_text("import os\ndef work(): return os.environ['UNIDIST_WORLD_SIZE']\n")
+    ended = python(place, "import elsewhere; print(launch(elsewhere.work, 2, 'plain'))")
+    assert ended.out == "['2', '2']\n", ended.err
+
+
+def test_a_script_without_a_guard_is_told(place: Place) -> None:
+    ended = python(place, "def work(): return 1\nlaunch(work, 2, 'plain')")
+    assert ended.code == 1
+    assert 'put that under if __name__ == "__main__":' in ended.err
+
+
+def test_run_as_a_module(place: Place) -> None:
+    body = "def work(): return 1\nif __name__ == '__main__': print(launch(work, 2, 'plain'))"
+    assert python(place, body, "-m", "caller").out == "[1, 1]\n"
+
+
+def test_closures_and_notebooks_travel_by_value(place: Place) -> None:
+    pytest.importorskip("cloudpickle")
+    ended = python(place, "base = 40\nif __name__ == '__main__': print(launch(lambda: base + 2, 2, 'plain'))")
+    assert ended.out == "[42, 42]\n", ended.err
+    typed = "from unidist.launch.inline import launch\ndef f(x): return x + 1\nprint(launch(f, 2, 'plain', (1,)))"
+    assert python(place, "", "-c", typed).out == "[2, 2]\n"
+
+
+def test_the_first_cause_is_in_the_error(place: Place) -> None:
+    ended = python(
+        place,
+        """
+        def work():
+            leave()
+            if os.environ["RANK"] == "1": raise ValueError("deep inside")
+            time.sleep(600)
+        if __name__ == "__main__":
+            try: launch(work, 2, "plain")
+            except LaunchError as error: print(error)
+        """,
+    )
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("worker 1 on ")
+    assert "ValueError: deep inside" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("launch(print, 0, 'plain')", "nproc=0"),
+        ("launch(print, 2, 'plain', dpeth=1)", "Did you mean 'depth'?"),
+        ("launch(os._exit, 1, 'plain', (0,))", "before the function returned"),
+    ],
+)
+def test_what_cannot_work_is_said(place: Place, call: str, says: str) -> None:
+    ended = python(place, f"try: {call}\nexcept (LaunchError, UsageError) as error: print(error)")
+    assert says in ended.out, ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_caller_leaves_nothing_behind(place: Place, number: signal.Signals) -> None:
+    body = """
+        import subprocess
+        def work():
+            leave()
+            nap = "import os, time; open(os.environ['PIDS'] + f'/{os.getpid()}', 'w'); time.sleep(600)"
+            subprocess.Popen([sys.executable, "-c", nap], start_new_session=True)
+            time.sleep(600)
+        if __name__ == "__main__":
+            launch(work, 2, "plain")
+        """
+    process = start(place, body)
+    place.wait_for_pids(4)
+    process.send_signal(number)
+    ended = place.end(process)
+    assert ended.code != 0
+    place.all_gone()

@@ -1,0 +1,119 @@
+"""Names to backends: found by entry points, refused clearly."""
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from conftest import ROOT
+from unidist import registry
+from unidist.backend import Plugin
+from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError
+
+
+@pytest.fixture
+def third_party(tmp_path, monkeypatch):
+    """Installs backends as a third party's distribution would: a module, and an entry point in its metadata."""
+    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(**entries):
+        info = tmp_path / "third_party-1.0.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+        rows = "\n".join(f"{name} = {value}" for name, value in entries.items())
+        (info / "entry_points.txt").write_text(f"[unidist.backends]\n{rows}\n")
+
+    (tmp_path / "fourth.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from unidist import Plugin\n"
+        "@dataclass(frozen=True)\n"
+        "class Options:\n"
+        "    speed: int = 1\n"
+        "plugin = Plugin('fourth', 'fourth:Missing', Options, ('no_such_framework',))\n"
+        "not_a_plugin = object()\n"
+    )
+    yield install
+    sys.modules.pop("fourth", None)
+
+
+def test_built_in_backends_are_known():
+    assert "torch" in registry.names()
+    assert registry.plugin("torch").requires == ("torch",)
+
+
+def test_third_party_backend_is_found(third_party):
+    third_party(fourth="fourth:plugin")
+    assert "fourth" in registry.names()
+    assert registry.plugin("fourth").name == "fourth"
+
+
+def test_unknown_name_lists_all_and_suggests():
+    with pytest.raises(UnknownBackend, match=r"'torhc'.*Did you mean 'torch'\?.*Known: .*torch"):
+        registry.plugin("torhc")
+
+
+def test_two_of_one_name_are_refused(third_party):
+    third_party(torch="fourth:plugin")
+    with pytest.raises(UnidistError, match=r"two backends are called 'torch': .*fourth:plugin"):
+        registry.names()
+
+
+def test_entry_point_to_something_else_is_refused(third_party):
+    third_party(fourth="fourth:not_a_plugin")
+    with pytest.raises(UnidistError, match="must name a unidist"):
+        registry.plugin("fourth")
+
+
+def test_missing_framework_gives_the_command_and_the_cause(third_party):
+    third_party(fourth="fourth:plugin")
+    with pytest.raises(BackendUnavailable, match="unidist setup fourth") as caught:
+        registry.backend_class(registry.plugin("fourth"))
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert caught.value.__cause__.name == "no_such_framework"
+
+
+def test_options_are_checked_by_name_and_value():
+    torch = registry.plugin("torch")
+    assert registry.build_options(torch, {"transport": "gloo"}).transport == "gloo"
+    with pytest.raises(UnknownOption, match=r"'tranport'.*Did you mean 'transport'\?"):
+        registry.build_options(torch, {"tranport": "gloo"})
+    with pytest.raises(UsageError, match="transport is 'pigeon'"):
+        registry.build_options(torch, {"transport": "pigeon"})
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    pass
+
+
+def choose(monkeypatch, name, env, installed):
+    plugins = {
+        "torch": Plugin("torch", "", NoOptions, ("t",)),
+        "horovod": Plugin("horovod", "", NoOptions, ("h",), implied_by="HOROVOD_RANK"),
+        "mxnet": Plugin("mxnet", "", NoOptions, ("m",), implied_by="DMLC_ROLE"),
+    }
+    monkeypatch.setattr(registry, "names", lambda: sorted(plugins))
+    monkeypatch.setattr(registry, "plugin", plugins.__getitem__)
+    monkeypatch.setattr(registry, "missing", lambda plugin: [] if plugin.name in installed else ["x"])
+    chosen, why = registry.choose(name, env)
+    return chosen.name, why
+
+
+def test_choice_of_the_backend(monkeypatch):
+    everything = {"torch", "mxnet", "horovod"}
+    assert choose(monkeypatch, "mxnet", {"UNIDIST_BACKEND": "torch"}, set()) == ("mxnet", "named in the call")
+    assert choose(monkeypatch, None, {"UNIDIST_BACKEND": "mxnet", "HOROVOD_RANK": "0"}, everything)[0] == "mxnet"
+    assert choose(monkeypatch, None, {"HOROVOD_RANK": "0"}, everything) == ("horovod", "HOROVOD_RANK is set")
+    assert choose(monkeypatch, None, {"DMLC_ROLE": "worker"}, everything) == ("mxnet", "DMLC_ROLE is set")
+    assert choose(monkeypatch, None, {}, {"mxnet"}) == ("mxnet", "the only framework installed")
+    assert choose(monkeypatch, None, {}, everything) == ("torch", "the default among horovod, mxnet, torch")
+    with pytest.raises(UsageError, match="which backend"):
+        choose(monkeypatch, None, {}, {"mxnet", "horovod"})
+    with pytest.raises(UsageError, match="no framework is installed"):
+        choose(monkeypatch, None, {}, set())
+
+
+def test_a_bare_clone_reads_the_table_from_pyproject():
+    assert {entry.name for entry in registry._source_tree()} >= {"torch"}
+    assert str(ROOT / "backends") in sys.path

@@ -1,0 +1,77 @@
+"""The weights of micro-batches and the optimizers' specs, without any framework."""
+
+import pytest
+
+import unidist
+from unidist.data.batch import Batch
+from unidist.data.loader import Drawn
+from unidist.data.order import Epoch
+from unidist.errors import UsageError
+from unidist.training import Schedule
+
+
+def drawn(size, workers, rank, step, per_worker=4):
+    epoch = Epoch(size, Batch(per_worker, 1, workers), number=0, shuffle=False, seed=0, tail="keep")
+    rows = epoch.rows(rank, step)
+    return Drawn(epoch, step, len(rows.indices), rows.real, rows.total)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 7, 24, 29, 50])
+def test_every_sample_of_a_group_weighs_the_same(workers, accumulate, size):
+    """A sample's weight in the update: rank mean x weight / rows / ranks x rescale; all equal, and summing to one."""
+    schedules = [Schedule(unidist.SGD(0.1), accumulate) for _ in range(workers)]
+    group, steps = [], drawn(size, workers, 0, 0).epoch.steps
+    for step in range(steps):
+        batches = [drawn(size, workers, rank, step) for rank in range(workers)]
+        turns = [schedule.turn(batch) for schedule, batch in zip(schedules, batches, strict=True)]
+        assert len({turn.closes for turn in turns}) == 1
+        group += [
+            (turn.weight / batch.rows / workers)
+            for turn, batch in zip(turns, batches, strict=True)
+            for _ in range(batch.real)
+        ]
+        padding = [turn.weight for turn, batch in zip(turns, batches, strict=True) if batch.real == 0]
+        assert not any(padding)
+        if turns[0].closes:
+            weights = [weight * turns[0].rescale for weight in group]
+            assert weights == pytest.approx([1 / len(group)] * len(group))
+            group = []
+    assert group == [], "the end of a pass closes the group"
+
+
+def test_complete_groups_need_no_correction():
+    schedule = Schedule(unidist.SGD(0.1), 2)
+    turns = [schedule.turn(drawn(32, 2, 0, step)) for step in range(4)]
+    assert [turn.closes for turn in turns] == [False, True, False, True]
+    assert {turn.rescale for turn in turns} == {1.0}
+
+
+def test_the_rate_follows_the_updates():
+    schedule = Schedule(unidist.SGD(lambda update: 10.0 - update), 2)
+    rates = []
+    for _ in range(6):
+        turn = schedule.turn(None)
+        if turn.closes:
+            rates.append(schedule.update(turn, None).lr)
+    assert rates == [10.0, 9.0, 8.0]
+    assert Schedule(unidist.SGD(0.1), 1).update(turn, None).lr is None, "a constant rate is left to the optimizer"
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: unidist.SGD(-0.1), "lr"),
+        (lambda: unidist.SGD("0.1"), "lr"),
+        (lambda: unidist.SGD(0.1, momentum=1.0), "momentum"),
+        (lambda: unidist.SGD(0.1, nesterov=True), "nesterov"),
+        (lambda: unidist.Adam(0.1, betas=(0.9, 1.0)), "betas"),
+        (lambda: unidist.Adam(0.1, betas=0.9), "betas"),
+        (lambda: unidist.AdamW(0.1, weight_decay=-1), "weight_decay"),
+        (lambda: unidist.SGD(lambda step: float("nan")).rate(3), r"lr\(3\)"),
+    ],
+)
+def test_bad_optimizers_are_refused(make, word):
+    with pytest.raises(UsageError, match=word):
+        make()
