@@ -114,5 +114,6 @@ def _from_bytes(name: str, dtype: str, shape: list[int], data: Any) -> Array:
         return widened
     for own, code in _CODES.items():
         if code == dtype:
-            return np.frombuffer(data, np.dtype(own)).reshape(shape).copy()
+            array: Array = np.frombuffer(data, np.dtype(own)).reshape(shape).copy()
+            return array
     raise CheckpointError(f"{name} has dtype {dtype}, which numpy does not have: convert it to float32 first")
