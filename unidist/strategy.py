@@ -203,13 +203,14 @@ class Strategy:
         schedule = self._schedule_of(model, optimizer)
         self._check_clip(clip_norm)
         run = self._backend.train_step(model, optimizer, _scalar(loss_fn))
-        watch = self._watch
+        watch, backend = self._watch, self._backend
 
         def step(*batch: Any) -> Any:
             drawn = self._drawn
             if drawn is not None and drawn.real < drawn.rows and drawn.real:
                 batch = _without_padding(batch, drawn)
             turn = schedule.turn(drawn)
+            backend.uneven = drawn is not None and drawn.uneven
             watch.step(schedule.updates)
             loss = run(batch, turn.weight, schedule.update(turn, clip_norm) if turn.closes else None)
             return loss if drawn is None or drawn.weight == 1.0 else loss * drawn.weight

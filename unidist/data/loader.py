@@ -33,6 +33,11 @@ class Drawn(NamedTuple):
         return self.real * self.epoch.batch.workers / self.total
 
     @property
+    def uneven(self) -> bool:
+        """Whether the ranks hold different numbers of samples."""
+        return self.total % self.epoch.batch.workers != 0
+
+    @property
     def last(self) -> bool:
         return self.step == self.epoch.steps - 1
 
