@@ -1,0 +1,318 @@
+"""OneFlow behind the contract of `unidist.backend`, in its mirrored view; `consistent` adds the other one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unidist import SGD, Adam, AdamW, Backend, OptimizerSpec, Update, World
+from unidist.backend import Reduction
+from unidist.errors import StateError, UnsupportedOperation, UsageError, WorldError
+from unidist_oneflow import OneFlowOptions, plugin, start
+from unidist_oneflow.devices import pick_device, visible_gpus
+from unidist_oneflow.leaving import Leaving
+from unidist_oneflow.lifeline import Lifeline
+from unidist_oneflow.machines import place
+from unidist_oneflow.meeting import Meeting
+from unidist_oneflow.preflight import check_interface, gather_facts
+
+if TYPE_CHECKING:
+    from unidist_oneflow.consistent import Faces
+    from unidist_oneflow.gradients import FlatGradients
+
+flow: Any = None  # oneflow itself, from the moment at which the first Strategy of the process has brought it up
+_up: World | None = None  # the cluster that it was brought up for: it cannot be another one any more
+_in_use = False
+
+
+@dataclass
+class Prepared:
+    """What belongs to a prepared model, beside the model."""
+
+    gradients: FlatGradients | None
+    faces: Faces | None  # in the consistent view
+
+
+class OneFlowBackend(Backend):
+    framework = "oneflow"
+
+    def __init__(self, world: World, options: OneFlowOptions, device: str | None, timeout: float) -> None:
+        global flow, _up, _in_use
+        self.world, self.options = place(world, options), options
+        self.device = pick_device(device, visible_gpus(), self.world)
+        if _in_use:
+            raise StateError("a process has one place in OneFlow's cluster: close the first Strategy before another")
+        self._lifeline: Lifeline | None = None
+        if flow is None:
+            start.check_not_imported()
+            self.world = _with_meeting_point(self.world)
+            self._lifeline = self._meet(timeout)
+            flow = start.bring_up(self.world, options.verbose, timeout, _log_folder(self.world))
+            _up = self.world
+            self._leaving = Leaving(self._tell)
+            self._leaving.install()
+        elif _up is not None and (self.world.rank, self.world.world_size) != (_up.rank, _up.world_size):
+            raise StateError(
+                f"this process is rank {_up.rank} of {_up.world_size} in OneFlow's cluster, and cannot become rank "
+                f"{self.world.rank} of {self.world.world_size}: use a new process"
+            )
+        _in_use = True
+        self.version = flow.__version__
+        on_gpu = self.device != "cpu"
+        self.transport = f"OneFlow {options.view} view ({'NCCL' if on_gpu else 'TCP'})"
+        self.capabilities = plugin.capabilities
+        if options.view == "consistent":
+            from unidist_oneflow.consistent import CANNOT
+
+            self.capabilities = replace(self.capabilities, **CANNOT)
+        self._placement = flow.placement("cuda" if on_gpu else "cpu", ranks=list(range(self.world.world_size)))
+        self._prepared: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()
+
+    def _meet(self, timeout: float) -> Lifeline | None:
+        world, machine = self.world, self.options.machine
+        check_interface(world, machine[world.node_rank] if machine else None, self.device != "cpu")
+        meeting = Meeting(world, machine, gather_facts(world, machine, self.options.view), timeout)
+        if world.num_nodes == 1 and os.environ.get("UNIDIST_TOKEN"):  # one launcher of ours watches all of them
+            for wire in meeting.wires.values():
+                wire.close()
+            return None
+        if world.node_rank > 0 and world.local_rank == 0:
+            sys.stderr.write(
+                f"unidist: node {world.node_rank} of {world.num_nodes} computes; node 0 ({world.master_addr}) prints and "
+                f"saves. OneFlow's logs of this node are in {_log_folder(world)}\n"
+            )
+        return Lifeline(world, meeting.wires, meeting.everyone)
+
+    def _tell(self, why: str) -> None:
+        if self._lifeline is not None:
+            self._lifeline.tell(why)
+
+    def close(self, failed: bool) -> None:
+        global _in_use
+        _in_use = False
+        if failed:
+            self._leaving.failed()
+            return
+        self.barrier()
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+    # -- tensors
+
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, flow.Tensor)
+
+    def to_numpy(self, tensor: Any) -> np.ndarray:
+        tensor = self._local(tensor.detach())
+        if tensor.dtype == flow.bfloat16:  # numpy has none; float32 holds every value of it
+            tensor = tensor.to(flow.float32)
+        return np.array(tensor.cpu().numpy())
+
+    def from_numpy(self, array: np.ndarray) -> Any:
+        try:
+            tensor = flow.from_numpy(np.ascontiguousarray(array) if array.ndim else array)
+        except Exception as error:
+            raise UnsupportedOperation(
+                f"OneFlow has no dtype {array.dtype}: convert to int64, int32, int8, uint8, bool or a float first"
+            ) from error
+        return tensor if self.device == "cpu" else tensor.to(self.device)
+
+    def _local(self, tensor: Any) -> Any:
+        if tensor.is_local:
+            return tensor
+        if any(sbp != flow.sbp.broadcast for sbp in tensor.sbp):
+            raise UsageError(
+                f"a global tensor with sbp {tensor.sbp} is no plain value: "
+                "tensor.to_global(sbp=flow.sbp.broadcast).to_local() makes it one, on all ranks"
+            )
+        return tensor.to_local()
+
+    # -- collectives
+
+    def all_reduce(self, tensor: Any, op: Reduction) -> Any:
+        mine = self._own_copy(tensor)
+        if op == "sum":
+            if mine.dtype == flow.bool:
+                mine = mine.to(flow.int64)
+            carrier = flow.float32 if mine.dtype in (flow.float16, flow.bfloat16) else mine.dtype  # those two abort
+            return self._sum(mine.to(carrier)).to(mine.dtype)
+        stacked = self._stacked(mine.to(flow.int64) if mine.dtype in (flow.bool, flow.uint8, flow.int8) else mine)
+        return (stacked.amin(0) if op == "min" else stacked.amax(0)).to(mine.dtype)
+
+    def _sum(self, mine: Any) -> Any:
+        return mine if self.world.world_size == 1 else flow._C.local_all_reduce(mine, inplace=False)
+
+    def all_gather(self, tensor: Any) -> list[Any]:
+        stacked = self._stacked(self._own_copy(tensor))
+        return [stacked[rank].clone() for rank in range(self.world.world_size)]
+
+    def broadcast(self, tensor: Any, source: int) -> Any:
+        mine = self._own_copy(tensor)
+        if self.world.world_size == 1 or 0 in mine.shape:
+            return mine
+        if mine.dtype in (flow.float16, flow.bfloat16):
+            return self._stacked(mine)[source].clone()
+        flow._C.comm_broadcast(mine, src_rank=source, inplace=True)
+        return mine
+
+    def barrier(self) -> None:
+        self._sum(flow.ones(1, device=self.device)).numpy()  # reading it waits for everyone's part
+
+    def _own_copy(self, tensor: Any) -> Any:
+        return self._local(tensor.detach()).to(self.device.partition(":")[0]).contiguous().clone()
+
+    def _stacked(self, mine: Any) -> Any:
+        """One tensor with a row from each rank."""
+        row = mine.reshape(1, *mine.shape)
+        if self.world.world_size == 1 or 0 in mine.shape:
+            return row.expand(self.world.world_size, *mine.shape)
+        split = row.to_global(placement=self._placement, sbp=flow.sbp.split(0), check_meta=False)
+        return split.to_global(sbp=flow.sbp.broadcast).to_local()
+
+    # -- models
+
+    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        if not isinstance(model, flow.nn.Module):
+            raise UsageError(f"the oneflow backend prepares an oneflow.nn.Module, not a {type(model).__name__}")
+        if getattr(model, "_is_ddp_module", False):
+            raise UsageError("the model went through OneFlow's DistributedDataParallel already: pass it as it was")
+        if model in self._prepared:
+            raise UsageError("this model is prepared already: use what the first prepare() returned")
+        if any(each.is_global for each in model.state_dict().values()):
+            raise UsageError("the model is made of global tensors already: pass it as it was before to_global()")
+        if self.device != "cpu":
+            model.to(self.device)
+        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        if isinstance(optimizer, OptimizerSpec):
+            if not named:
+                raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
+            optimizer = _native_optimizer(optimizer, [each for _, each in named])
+        elif optimizer is not None:
+            _check_optimizer(optimizer, model)
+        with flow.no_grad():
+            for tensor in self.state(model).values():
+                tensor.copy_(self.broadcast(tensor, 0))
+        faces = gradients = None
+        if self.options.view == "consistent":
+            from unidist_oneflow.consistent import Faces
+
+            faces = Faces(model, self._placement)
+        if optimizer is not None:
+            from unidist_oneflow.gradients import FlatGradients
+
+            names, parameters = zip(*named, strict=True) if named else ((), ())
+            gradients = FlatGradients(parameters, names, self.device, self.world.world_size)
+        self._prepared[model] = Prepared(gradients, faces)
+        return model, optimizer
+
+    def unwrap(self, model: Any) -> Any:
+        return model
+
+    def state(self, model: Any) -> Mapping[str, Any]:
+        return {name: self._local(tensor.detach()) for name, tensor in model.state_dict().items()}
+
+    def load_state(self, model: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        state = self.state(model)
+        with flow.no_grad():
+            for name, array in arrays.items():
+                given = np.array(array)
+                tensor = self.from_numpy(given.astype(np.int64) if given.dtype.kind in "iu" else given)
+                state[name].copy_(tensor.to(state[name].dtype))
+
+    @contextmanager
+    def evaluate(self, model: Any) -> Iterator[None]:
+        modes = [(module, module.training) for module in model.modules()]
+        prepared = self._prepared.get(model)
+        with prepared.faces.local() if prepared and prepared.faces else nullcontext(), flow.no_grad():
+            for buffer in model.buffers():  # ranks keep their own while training; evaluation must not depend on that
+                buffer.copy_(self.broadcast(buffer, 0))
+            model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:  # one by one: the user may keep some layers in evaluation mode
+                    module.training = training
+
+    # -- a training step
+
+    def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, model: Any, loss: Any, weight: float) -> None:
+        (loss * (weight / self.world.world_size)).backward()  # the sum over ranks, made in `apply`, is then the mean
+
+    def apply(self, model: Any, optimizer: Any, update: Update) -> None:
+        gradients = self._prepared[model].gradients
+        assert gradients is not None
+        gradients.reduce(update.rescale, update.clip_norm)
+        if update.lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = update.lr
+        optimizer.step()
+        gradients.clear()
+
+    def train_step(
+        self, model: Any, optimizer: Any, loss_fn: Callable[..., Any]
+    ) -> Callable[[Sequence[Any], float, Update | None], Any]:
+        if self.options.view == "mirrored":
+            return super().train_step(model, optimizer, loss_fn)
+        from unidist_oneflow.consistent import GlobalStep
+
+        return GlobalStep(self, model, optimizer, loss_fn, self._prepared[model])
+
+
+def _with_meeting_point(world: World) -> World:
+    if world.world_size == 1:  # alone, but OneFlow wants a port nevertheless
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return replace(world, master_addr="127.0.0.1", master_port=free.getsockname()[1])
+    if world.master_addr is None or world.master_port is None:
+        raise WorldError(
+            f"{world.source} does not say where rank 0 is: set MASTER_ADDR and MASTER_PORT for every process, give "
+            "machine= and ctrl_port=, or start with `unidist run`"
+        )
+    return world
+
+
+def _log_folder(world: World) -> Path:
+    return Path(os.environ.get("GLOG_log_dir") or Path(tempfile.gettempdir()) / f"oneflow-logs-{os.getuid()}")
+
+
+def _native_optimizer(spec: OptimizerSpec, parameters: list[Any]) -> Any:
+    common = {"lr": spec.rate(0), "weight_decay": spec.weight_decay}
+    match spec:
+        case SGD():
+            return flow.optim.SGD(parameters, momentum=spec.momentum, nesterov=spec.nesterov, **common)
+        case AdamW():  # before Adam, of which it is a kind
+            return flow.optim.AdamW(parameters, betas=spec.betas, eps=spec.eps, **common)
+        case Adam():
+            return flow.optim.Adam(parameters, betas=spec.betas, eps=spec.eps, **common)
+    raise UsageError(
+        f"the oneflow backend does not know the optimizer spec {type(spec).__name__}: pass an oneflow.optim one"
+    )
+
+
+def _check_optimizer(optimizer: Any, model: Any) -> None:
+    """An optimizer made for another copy of the model would move nothing, without an error."""
+    if not isinstance(optimizer, flow.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or an oneflow.optim one"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group.parameters]
+    strangers = sum(each not in own for each in held)
+    if strangers:
+        raise UsageError(
+            f"{strangers} of the optimizer's {len(held)} parameters are not the model's: make it from this model's "
+            "parameters(), after any copy or conversion of the model"
+        )
