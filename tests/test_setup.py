@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch_support import PATIENCE, ROOT, alive
 
-from unidist.errors import SetupError
+from test_launch_support import PATIENCE, ROOT, alive
+from unidist.errors import LaunchError, SetupError
+from unidist.launch import environments
 from unidist.setup import build, pythons, recipes, store
 from unidist.setup.recipes import Recipe, Stage
 
@@ -45,6 +46,7 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("UNIDIST_HOME", str(tmp_path / "a home"))
+    monkeypatch.setattr(build, "VENV", ("-m", "venv", "--without-pip"))  # which takes seconds
     return Lab(tmp_path)
 
 
@@ -92,7 +94,7 @@ def test_what_a_stage_stands_on_comes_with_it(lab: Lab) -> None:
 def test_another_recipe_is_another_environment(lab: Lab) -> None:
     before = lab.recipe(Stage("one", (), lab.probe("one")))
     environment = build.ensure(before, ["one"])
-    after = lab.recipe(Stage("one", ("pip",), lab.probe("one")))
+    after = lab.recipe(Stage("zero", (), lab.probe("zero")), Stage("one", (), lab.probe("one"), after=("zero",)))
     assert store.find(after, "one") is None
     assert store.find(before, "one") == environment
     build.ensure(after, ["one"])
@@ -133,8 +135,9 @@ def setup_process(lab: Lab, body: str) -> subprocess.Popen[str]:
         import sys
         from unidist.setup import build
         from unidist.setup.recipes import Recipe, Stage
-        environment = build.ensure(Recipe("tiny", ({PYTHON!r},), (Stage("one", (), {lab.probe("one", body)!r}),)), ["one"])
-        print(environment.path)
+        build.VENV = {build.VENV}
+        stage = Stage("one", (), {lab.probe("one", body)!r})
+        print(build.ensure(Recipe("tiny", ({PYTHON!r},), (stage,)), ["one"]).path)
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -255,3 +258,38 @@ def test_the_command_lists_and_helps(lab: Lab) -> None:
     assert "name what to set up" in setup().stderr
     with contextlib.suppress(FileNotFoundError):
         assert os.listdir(store.home()) == []  # asking builds nothing
+
+
+# -- this unidist, in an environment that does not have it -----------------------------------------------------------
+
+
+def test_another_environment_imports_this_unidist_and_its_backends(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = build.ensure(lab.recipe(Stage("one", (), lab.probe("one"))), ["one"])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    code = """
+        import sys, unidist, unidist_torch, unidist.registry
+        from importlib.metadata import entry_points, version
+        assert "numpy" not in sys.modules and "torch" not in sys.modules
+        assert "torch" in {entry.name for entry in entry_points(group="unidist.backends")}
+        assert unidist.registry.plugin("torch").name == "torch"
+        print(version("unidist-train"), *sys.path)
+    """
+    env = {**os.environ, **environments.importable()}
+    command = [str(environment.python), "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+    assert not [path for path in ended.stdout.split() if path.startswith(sys.prefix + os.sep) and "site-pack" in path]
+    assert environments.overlay() == environments.overlay()
+
+
+def test_a_backend_runs_where_it_was_set_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = lab.recipe(Stage("torch", (), lab.probe("one")))
+    monkeypatch.setattr(recipes, "RECIPES", (recipe,))
+    monkeypatch.setattr(environments, "lacking", lambda plugin: ["torch"])
+    with pytest.raises(LaunchError, match="unidist setup torch` once"):
+        environments.interpreter_for("torch")
+    environment = build.ensure(recipe, ["torch"])
+    assert environments.interpreter_for("torch")[0] == str(environment.python)
+    monkeypatch.undo()
+    monkeypatch.setattr(environments, "lacking", lambda plugin: [])
+    assert environments.interpreter_for("torch")[0] == sys.executable

@@ -56,6 +56,7 @@ class Plugin:
     capabilities: Capabilities = Capabilities()
     implied_by: str | None = None  # an environment variable of the engine's own launcher that selects this backend
     plan: Callable[[Job], Sequence[Process]] | None = None  # the processes of a job; None: `nproc` equal workers
+    bench: str | None = None  # module with `contestants(strategy)`, hand-written loops first, for `unidist bench`
 
 
 class Update(NamedTuple):
