@@ -289,14 +289,17 @@ def _log_folder(world: World) -> Path:
 
 
 def _native_optimizer(spec: OptimizerSpec, parameters: list[Any]) -> Any:
-    common = {"lr": spec.rate(0), "weight_decay": spec.weight_decay}
+    common: dict[str, Any] = {"lr": spec.rate(0), "weight_decay": spec.weight_decay}
+    if isinstance(spec, Adam):
+        # Its kernel takes them as float32, its bias correction as they are: 1 - 0.999 then differs by 1e-5.
+        common["betas"] = tuple(float(np.float32(beta)) for beta in spec.betas)
     match spec:
         case SGD():
             return flow.optim.SGD(parameters, momentum=spec.momentum, nesterov=spec.nesterov, **common)
         case AdamW():  # before Adam, of which it is a kind
-            return flow.optim.AdamW(parameters, betas=spec.betas, eps=spec.eps, **common)
+            return flow.optim.AdamW(parameters, eps=spec.eps, **common)
         case Adam():
-            return flow.optim.Adam(parameters, betas=spec.betas, eps=spec.eps, **common)
+            return flow.optim.Adam(parameters, eps=spec.eps, **common)
     raise UsageError(
         f"the oneflow backend does not know the optimizer spec {type(spec).__name__}: pass an oneflow.optim one"
     )

@@ -8,11 +8,14 @@ fix its rate, its batch size and its accumulation for ever.)
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import oneflow as flow
 from oneflow import nn
 
@@ -140,7 +143,9 @@ class GlobalStep:
             return None
         if shape in self._graphs:
             return self._graphs[shape](arguments, factor)
+        _release_unused(self._backend)
         graph = _StepGraph(self._model, self._loss_and_gradients, self._placement)
+        _alive.append((weakref.ref(self), graph))
         try:
             results = graph(arguments, factor)
         except UnidistError:
@@ -154,6 +159,8 @@ class GlobalStep:
                     f"{reason.strip()[:200]}). graph=False says so from the start.\n"
                 )
             return None
+        finally:
+            graph.body = None  # it was only needed for tracing, and would keep this step alive
         self._graphs[shape] = graph
         return results
 
@@ -166,12 +173,29 @@ class _StepGraph(nn.Graph):
         self.model = model
         self.nothing = nn.Linear(1, 1, bias=False).to_global(placement=placement, sbp=flow.sbp.broadcast)
         self.add_optimizer(flow.optim.SGD(self.nothing.parameters(), lr=0.0))
-        self._body = body
+        self.body: Callable[..., tuple[Tensor, ...]] | None = body
 
     def build(self, arguments: Any, factor: Tensor) -> tuple[Tensor, ...]:
-        results = self._body(self.model, arguments, factor)
+        assert self.body is not None
+        results = self.body(self.model, arguments, factor)
         self.nothing(factor.reshape(1, 1)).sum().backward()
         return results
+
+
+# The end of an nn.Graph waits for its ends on the other ranks, whose garbage collectors know nothing of ours. So graphs
+# are kept here, with the step that they belong to, and go when a new one is compiled, which all ranks do together.
+_alive: list[tuple[weakref.ref[GlobalStep], _StepGraph]] = []
+
+
+def _release_unused(backend: OneFlowBackend) -> None:
+    if not _alive:
+        return
+    unused = backend.from_numpy(np.array([step() is None for step, _ in _alive], dtype=np.int64))
+    everywhere = backend.to_numpy(backend.all_reduce(unused, "min"))
+    if everywhere.any():
+        _alive[:] = [each for each, gone in zip(_alive, everywhere, strict=True) if not gone]
+        flow._oneflow_internal.eager.Sync()  # what they were still doing
+        gc.collect()  # now, on every rank
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
