@@ -43,7 +43,9 @@ class OneFlowOptions:
             raise UsageError(f"view is {self.view!r}, it must be one of {', '.join(VIEWS)}")
         for name, low, high in (("ctrl_port", 1, 65535), ("gpu_device_num", 1, 1024)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
+            ):
                 raise UsageError(f"{name} is {value!r}, it must be a whole number from {low} to {high}")
         nodes = len(self.machine or ("here",))
         if self.node_rank is not None and (type(self.node_rank) is not int or not 0 <= self.node_rank < nodes):

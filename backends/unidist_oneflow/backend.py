@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unidist import SGD, Adam, AdamW, Backend, OptimizerSpec, Update, World
+from unidist import Backend, OptimizerSpec, Update, World
 from unidist.backend import Reduction
 from unidist.errors import StateError, UnsupportedOperation, UsageError, WorldError
 from unidist_oneflow import OneFlowOptions, plugin, start
@@ -57,7 +57,7 @@ class OneFlowBackend(Backend):
             start.check_not_imported()
             self.world = _with_meeting_point(self.world)
             self._lifeline = self._meet(timeout)
-            flow = start.bring_up(self.world, options.verbose, timeout, _log_folder(self.world))
+            flow = start.bring_up(self.world, options.verbose, timeout, _log_folder())
             _up = self.world
             self._leaving = Leaving(self._tell)
             self._leaving.install()
@@ -88,8 +88,8 @@ class OneFlowBackend(Backend):
             return None
         if world.node_rank > 0 and world.local_rank == 0:
             sys.stderr.write(
-                f"unidist: node {world.node_rank} of {world.num_nodes} computes; node 0 ({world.master_addr}) prints and "
-                f"saves. OneFlow's logs of this node are in {_log_folder(world)}\n"
+                f"unidist: node {world.node_rank} of {world.num_nodes} computes; node 0 ({world.master_addr}) prints "
+                f"and saves. OneFlow's logs of this node are in {_log_folder()}\n"
             )
         return Lifeline(world, meeting.wires, meeting.everyone)
 
@@ -192,13 +192,16 @@ class OneFlowBackend(Backend):
             raise UsageError("the model is made of global tensors already: pass it as it was before to_global()")
         if self.device != "cpu":
             model.to(self.device)
+        from unidist_oneflow.gradients import FlatGradients
+        from unidist_oneflow.optimizers import check_optimizer, native_optimizer
+
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         if isinstance(optimizer, OptimizerSpec):
             if not named:
                 raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
-            optimizer = _native_optimizer(optimizer, [each for _, each in named])
+            optimizer = native_optimizer(optimizer, [each for _, each in named])
         elif optimizer is not None:
-            _check_optimizer(optimizer, model)
+            check_optimizer(optimizer, model)
         with flow.no_grad():
             for tensor in self.state(model).values():
                 tensor.copy_(self.broadcast(tensor, 0))
@@ -208,8 +211,6 @@ class OneFlowBackend(Backend):
 
             faces = Faces(model, self._placement)
         if optimizer is not None:
-            from unidist_oneflow.gradients import FlatGradients
-
             names, parameters = zip(*named, strict=True) if named else ((), ())
             gradients = FlatGradients(parameters, names, self.device, self.world.world_size)
         self._prepared[model] = Prepared(gradients, faces)
@@ -284,38 +285,6 @@ def _with_meeting_point(world: World) -> World:
     return world
 
 
-def _log_folder(world: World) -> Path:
-    return Path(os.environ.get("GLOG_log_dir") or Path(tempfile.gettempdir()) / f"oneflow-logs-{os.getuid()}")
-
-
-def _native_optimizer(spec: OptimizerSpec, parameters: list[Any]) -> Any:
-    common: dict[str, Any] = {"lr": spec.rate(0), "weight_decay": spec.weight_decay}
-    if isinstance(spec, Adam):
-        # Its kernel takes them as float32, its bias correction as they are: 1 - 0.999 then differs by 1e-5.
-        common["betas"] = tuple(float(np.float32(beta)) for beta in spec.betas)
-    match spec:
-        case SGD():
-            return flow.optim.SGD(parameters, momentum=spec.momentum, nesterov=spec.nesterov, **common)
-        case AdamW():  # before Adam, of which it is a kind
-            return flow.optim.AdamW(parameters, eps=spec.eps, **common)
-        case Adam():
-            return flow.optim.Adam(parameters, eps=spec.eps, **common)
-    raise UsageError(
-        f"the oneflow backend does not know the optimizer spec {type(spec).__name__}: pass an oneflow.optim one"
-    )
-
-
-def _check_optimizer(optimizer: Any, model: Any) -> None:
-    """An optimizer made for another copy of the model would move nothing, without an error."""
-    if not isinstance(optimizer, flow.optim.Optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or an oneflow.optim one"
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group.parameters]
-    strangers = sum(each not in own for each in held)
-    if strangers:
-        raise UsageError(
-            f"{strangers} of the optimizer's {len(held)} parameters are not the model's: make it from this model's "
-            "parameters(), after any copy or conversion of the model"
-        )
+def _log_folder() -> Path:
+    given = os.environ.get("GLOG_log_dir")  # noqa: SIM112  # its real name
+    return Path(given or Path(tempfile.gettempdir()) / f"oneflow-logs-{os.getuid()}")

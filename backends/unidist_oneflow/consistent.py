@@ -1,9 +1,9 @@
 """The consistent view: the model is made of global tensors, and a training step is compiled to an nn.Graph.
 
-The batch of each rank becomes its part of one global batch (split along the first axis), parameters are whole on every
-rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph as partial sums, so that they
-are accumulated, summed over the ranks, clipped and applied as in the mirrored view. (An optimizer inside the graph would
-fix its rate, its batch size and its accumulation for ever.)
+The batch of each rank becomes its part of one global batch (split along the first axis), parameters are whole on
+every rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph as partial sums, so
+that they are accumulated, summed over the ranks, clipped and applied as in the mirrored view. (An optimizer inside the
+graph would fix its rate, its batch size and its accumulation for ever.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from unidist_oneflow.backend import OneFlowBackend, Prepared
 
 CANNOT = {
-    "spelled_out": "in the consistent view local batches and a global model only meet inside a step: use train_step, or "
-    "view='mirrored'"
+    "spelled_out": "in the consistent view local batches and a global model only meet inside a step: use train_step, "
+    "or view='mirrored'"
 }
 GRAPHS = 4  # compiled for so many shapes of batches; others, such as the last batch of a pass, run eagerly
 
@@ -92,6 +92,7 @@ class GlobalStep:
         self._graphs: dict[str, Any] = {}
         self._compile = backend.options.graph
         self._factors: dict[float, Tensor] = {}
+        self._counters = [each for each in model.modules() if getattr(each, "num_batches_tracked", None) is not None]
 
     def __call__(self, batch: Sequence[Any], weight: float, update: Update | None) -> Tensor:
         if self._backend.uneven:
@@ -132,7 +133,8 @@ class GlobalStep:
         flat = [parameter for chosen in self._parameters for parameter in chosen]
         gradients = iter(flow.autograd.grad(loss, flat, factor.to(loss.dtype).reshape(loss.shape)))
         buffers = [
-            flow.cat([next(gradients).to_global(sbp=partial).reshape(-1) for _ in chosen]) for chosen in self._parameters
+            flow.cat([next(gradients).to_global(sbp=partial).reshape(-1) for _ in chosen])
+            for chosen in self._parameters
         ]
         share = loss.detach().to_global(sbp=partial) * float(self._backend.world.world_size)
         return (share, *buffers)
@@ -142,7 +144,7 @@ class GlobalStep:
         if not self._compile or (shape not in self._graphs and len(self._graphs) == GRAPHS):
             return None
         if shape in self._graphs:
-            return self._graphs[shape](arguments, factor)
+            return self._count(self._graphs[shape](arguments, factor))
         _release_unused(self._backend)
         graph = _StepGraph(self._model, self._loss_and_gradients, self._placement)
         _alive.append((weakref.ref(self), graph))
@@ -162,6 +164,13 @@ class GlobalStep:
         finally:
             graph.body = None  # it was only needed for tracing, and would keep this step alive
         self._graphs[shape] = graph
+        return self._count(results)
+
+    def _count(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """A graph updates the running mean and variance of a batch normalisation, but not its count of batches."""
+        for module in self._counters:
+            if module.training:
+                module.num_batches_tracked.to_local().add_(1)
         return results
 
 

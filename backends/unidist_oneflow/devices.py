@@ -22,13 +22,13 @@ def pick_device(asked: str | None, gpus: int, world: World) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         limited = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         raise UsageError(
-            f"device {asked!r} was asked for on local rank {world.local_rank}, but this host shows {gpus} GPU(s){limited}: "
-            "start at most one process for each, or say device='cpu'"
+            f"device {asked!r} was asked for on local rank {world.local_rank}, but this host shows {gpus} "
+            f"GPU(s){limited}: start at most one process for each, or say device='cpu'"
         )
     if index and wanted != world.local_rank:
         raise UsageError(
-            f"device {asked!r} was asked for on local rank {world.local_rank}: OneFlow gives each process the GPU of its "
-            "local rank; say device='cuda', and choose with CUDA_VISIBLE_DEVICES"
+            f"device {asked!r} was asked for on local rank {world.local_rank}: OneFlow gives each process the GPU of "
+            "its local rank; say device='cuda', and choose with CUDA_VISIBLE_DEVICES"
         )
     return f"cuda:{wanted}"
 

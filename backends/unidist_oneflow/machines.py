@@ -65,9 +65,9 @@ def node_rank(options: OneFlowOptions) -> int:
     which = "none of them" if not matches else f"nodes {', '.join(map(str, matches))}"
     raise WorldError(
         f"which node is this host? machine lists {', '.join(machine)}; this host ({socket.gethostname()}) has "
-        f"{', '.join(own_addresses()) or 'no address'}: {which} match{'es' * (not matches)}. Correct the list, the same "
-        "on every node, or settle it with node_rank=N. In a container that has addresses of its own, use the host's "
-        "network (docker run --net=host), or map the port (-p) and give node_rank=."
+        f"{', '.join(own_addresses()) or 'no address'}: {which} match{'es' * (not matches)}. Correct the list, the "
+        "same on every node, or settle it with node_rank=N. In a container that has addresses of its own, use the "
+        "host's network (docker run --net=host), or map the port (-p) and give node_rank=."
     )
 
 
@@ -111,8 +111,8 @@ def start_all_processes(options: OneFlowOptions) -> None:
         target = [script]
     else:
         raise WorldError(
-            f"gpu_device_num is {options.gpu_device_num}, and there is no script to start so often: put the code into a "
-            f"file and run `python {' '.join(arguments)} train.py` on every node"
+            f"gpu_device_num is {options.gpu_device_num}, and there is no script to start so often: put the code into "
+            f"a file and run `python {' '.join(arguments)} train.py` on every node"
         )
     command = [sys.executable, *arguments, *target, *sys.argv[1:]]
     sys.stderr.write(f"unidist: gpu_device_num is {options.gpu_device_num}: going on as `{' '.join(command)}`\n")

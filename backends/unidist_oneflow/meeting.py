@@ -1,7 +1,7 @@
 """The ranks meet on ctrl_port before OneFlow does, because OneFlow waits for ever where something does not fit.
 
-Rank 0 listens, every other rank tells it what it knows (`facts`), and all hear the verdict: everyone's facts, or what is
-wrong, where. Then the port is given to OneFlow; the connections stay, as the ranks' lifelines (see `lifeline`).
+Rank 0 listens, every other rank tells it what it knows (`facts`), and all hear the verdict: everyone's facts, or what
+is wrong, where. Then the port is given to OneFlow; the connections stay, as the ranks' lifelines (see `lifeline`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Meeting:
                 if now > self._until:
                     problem = (
                         f"{self._missing(came)} did not come to {self._where} within {self._timeout:g} s: is the same "
-                        "script running there, with the same list of machines? Can it reach this host's port (firewall, "
-                        "container started without --net=host)?"
+                        "script running there, with the same list of machines? Can it reach this host's port "
+                        "(firewall, container started without --net=host)?"
                     )
                     self._tell_all({"problem": problem, "missing": True})
                     raise RanksMissing(problem)
@@ -104,8 +104,9 @@ class Meeting:
             return wire.close()
         rank, facts = hello["rank"], hello["facts"]
         if rank in self.wires or rank == 0:
-            problem = f"two processes say they are rank {rank}, on {came[rank]['host']} and on {facts['host']}: give each its own"
-            self.wires[len(came) + self._world.world_size] = wire
+            where = f"{came[rank]['host']} and {facts['host']}"
+            problem = f"two processes say they are rank {rank}, on {where}: give each its own"
+            self.wires[self._world.world_size] = wire  # it has to hear that too
         else:
             self.wires[rank] = wire
             came[rank] = facts
@@ -134,7 +135,9 @@ class Meeting:
     def _missing(self, came: dict[int, Facts]) -> str:
         missing = [rank for rank in range(self._world.world_size) if rank not in came]
         per_node = max(1, self._world.local_world_size)
-        named = [f"rank {rank}" + (f" ({self._machine[rank // per_node]})" if self._machine else "") for rank in missing]
+        named = [
+            f"rank {rank}" + (f" ({self._machine[rank // per_node]})" if self._machine else "") for rank in missing
+        ]
         return ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
 
     def _tell_all(self, message: dict[str, Any]) -> None:
@@ -156,8 +159,8 @@ class Meeting:
                     raise RanksMissing(f"rank 0 at {self._where} gave no answer within {self._timeout:g} s") from None
             except ValueError:
                 raise WorldError(
-                    f"what answers at {self._where} is not rank 0 of a unidist job: the port is taken on the master, or "
-                    "the address is wrong. Choose another ctrl_port, the same on every node."
+                    f"what answers at {self._where} is not rank 0 of a unidist job: the port is taken on the master, "
+                    "or the address is wrong. Choose another ctrl_port, the same on every node."
                 ) from None
         if answer is None:
             raise CommunicationError(f"rank 0 at {self._where} ended while the ranks were meeting: see its output")

@@ -66,20 +66,21 @@ def unreachable(error: OSError) -> str:
         return "its name cannot be resolved; give the address instead"
     if error.errno == errno.ECONNREFUSED:
         return (
-            "nothing listens there. Was the script started on the master, is its address the first in the list, and, if "
-            "it runs in a container, is the port mapped out (docker run --net=host, or -p)?"
+            "nothing listens there. Was the script started on the master, is its address the first in the list, and, "
+            "if it runs in a container, is the port mapped out (docker run --net=host, or -p)?"
         )
     return "no way leads there from this host: look at the address, the network and the firewall"
 
 
 def check_interface(world: World, own_address: str | None, on_gpu: bool) -> None:
-    """NCCL picks an interface itself, and may pick a virtual one: give it the one that carries the machine's address."""
+    """NCCL picks an interface itself, and may pick a virtual one: give it the one with the machine's address."""
     known = {name for _, name in socket.if_nameindex()}
     asked = os.environ.get("NCCL_SOCKET_IFNAME", "")
     wanted = [name for name in asked.lstrip("^=").split(",") if name]
     if asked and not asked.startswith("^") and not any(each.startswith(tuple(wanted)) for each in known):
         raise WorldError(
-            f"NCCL_SOCKET_IFNAME is {asked!r}, and this host ({socket.gethostname()}) has only {', '.join(sorted(known))}"
+            f"NCCL_SOCKET_IFNAME is {asked!r}, and this host ({socket.gethostname()}) has only "
+            f"{', '.join(sorted(known))}: name one of these, or unset it"
         )
     if on_gpu and world.num_nodes > 1 and not asked and own_address:
         carrier = interface_of(own_address)

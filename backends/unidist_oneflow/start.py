@@ -63,8 +63,8 @@ def bring_up(world: World, verbose: bool, timeout: float, log_folder: Path) -> A
             return importlib.import_module("oneflow")
     except ImportError as error:
         raise BackendUnavailable(
-            f"oneflow cannot be imported by {sys.executable}: {error}. Its wheel is a CUDA build and needs cuBLAS 11 and "
-            "cuDNN 8 also where there is no GPU: `python -m unidist setup oneflow` makes an environment that has them."
+            f"oneflow cannot be imported by {sys.executable}: {error}. Its wheel is a CUDA build and needs cuBLAS 11 "
+            "and cuDNN 8 also where there is no GPU: `python -m unidist setup oneflow` makes an environment with them."
         ) from error
     finally:
         if waiting in sys.meta_path:
@@ -109,8 +109,8 @@ def preload_libraries() -> None:
 def go_around_proxies(world: World) -> None:
     """OneFlow's connections within the cluster must not go through a proxy, which its gRPC would do."""
     if world.world_size > 1 and any(os.environ.get(name) for name in PROXIES):
-        known = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY")]))
-        os.environ["no_grpc_proxy"] = ",".join(filter(None, [known, str(world.master_addr), "127.0.0.1", "localhost"]))
+        known = [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), world.master_addr, "127.0.0.1", "localhost"]
+        os.environ["no_grpc_proxy"] = ",".join(filter(None, known))  # noqa: SIM112  # gRPC's own name for it
 
 
 @contextlib.contextmanager

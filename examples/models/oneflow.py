@@ -1,9 +1,10 @@
 """The examples' model in OneFlow."""
 
-import models
 import oneflow as flow
 from oneflow import nn
 from oneflow.nn import functional as F
+
+import models
 
 
 class CNN(nn.Module):

@@ -94,7 +94,11 @@ def _add_backend_options(parser: argparse.ArgumentParser) -> None:
                 spellings = _spellings(each.name.replace("_", "-"))
                 if not any(spelling in parser._option_string_actions for spelling in spellings):
                     parser.add_argument(
-                        *spellings, action=_BackendOption, dest=each.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                        *spellings,
+                        action=_BackendOption,
+                        dest=each.name,
+                        default=argparse.SUPPRESS,
+                        help=argparse.SUPPRESS,
                     )
 
 
