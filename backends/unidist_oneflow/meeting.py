@@ -99,9 +99,10 @@ class Meeting:
             hello = None
         if hello is None:
             return wire.close()  # somebody scans ports
-        if "look" in hello:
+        if "look" in hello:  # another node takes itself for the master
             wire.send({"machine": list(self._machine or ())})
-            return wire.close()
+            wire.close()
+            return self._compare_lists(hello["look"], hello["host"])
         rank, facts = hello["rank"], hello["facts"]
         if rank in self.wires or rank == 0:
             where = f"{came[rank]['host']} and {facts['host']}"
@@ -120,17 +121,19 @@ class Meeting:
         for address in (self._machine or ())[1:]:
             try:
                 wire = Wire(socket.create_connection((address, self._world.master_port), 0.3))
-                wire.send({"look": True})
+                wire.send({"look": list(self._machine or ()), "host": self._facts["host"]})
                 answer = wire.receive(1.0)
                 wire.close()
             except (OSError, ValueError):
                 continue
-            theirs = (answer or {}).get("machine")
-            if theirs and theirs != list(self._machine or ()):
-                raise RanksDisagree(
-                    f"the list of machines differs between nodes: here {', '.join(self._machine or ())}, on {address} "
-                    f"{', '.join(theirs)}. Both take themselves for the master, so give every node the same list."
-                )
+            self._compare_lists((answer or {}).get("machine"), address)
+
+    def _compare_lists(self, theirs: list[str] | None, where: str) -> None:
+        if theirs and theirs != list(self._machine or ()):
+            raise RanksDisagree(
+                f"the list of machines differs between nodes: here {', '.join(self._machine or ())}, on {where} "
+                f"{', '.join(theirs)}. Both take themselves for the master, so give every node the same list."
+            )
 
     def _missing(self, came: dict[int, Facts]) -> str:
         missing = [rank for rank in range(self._world.world_size) if rank not in came]
