@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -11,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from unidist import Backend, OptimizerSpec, Update, World
+from unidist import Backend, Features, OptimizerSpec, Update, World
 from unidist.backend import Reduction
 from unidist.errors import StateError, UnsupportedOperation, UsageError, WorldError
 from unidist_oneflow import OneFlowOptions, plugin, start
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from unidist_oneflow.consistent import Faces
     from unidist_oneflow.gradients import FlatGradients
 
+NO_GRAPH = "in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'"
+
+optimizers: Any = None
 flow: Any = None  # oneflow itself, from the moment at which the first Strategy of the process has brought it up
 _up: World | None = None  # the cluster that it was brought up for: it cannot be another one any more
 _in_use = False
@@ -39,15 +43,17 @@ _in_use = False
 class Prepared:
     """What belongs to a prepared model, beside the model."""
 
+    named: dict[str, Any]  # its parameters as local tensors
     gradients: FlatGradients | None
     faces: Faces | None  # in the consistent view
+    exchanged: bool  # gradients are summed over the ranks before they are applied
 
 
 class OneFlowBackend(Backend):
     framework = "oneflow"
 
     def __init__(self, world: World, options: OneFlowOptions, device: str | None, timeout: float) -> None:
-        global flow, _up, _in_use
+        global flow, optimizers, _up, _in_use
         self.world, self.options = place(world, options), options
         self.device = pick_device(device, visible_gpus(), self.world)
         if _in_use:
@@ -58,6 +64,7 @@ class OneFlowBackend(Backend):
             self.world = _with_meeting_point(self.world)
             self._lifeline = self._meet(timeout)
             flow = start.bring_up(self.world, options.verbose, timeout, _log_folder())
+            optimizers = importlib.import_module("unidist_oneflow.optimizers")  # needs oneflow, as those below do
             _up = self.world
             self._leaving = Leaving(self._tell)
             self._leaving.install()
@@ -70,12 +77,13 @@ class OneFlowBackend(Backend):
         self.version = flow.__version__
         on_gpu = self.device != "cpu"
         self.transport = f"OneFlow {options.view} view ({'NCCL' if on_gpu else 'TCP'})"
-        self.capabilities = plugin.capabilities
+        self.capabilities = replace(plugin.capabilities, compile=NO_GRAPH)
         if options.view == "consistent":
             from unidist_oneflow.consistent import CANNOT
 
-            self.capabilities = replace(self.capabilities, **CANNOT)
+            self.capabilities = replace(plugin.capabilities, **CANNOT)
         self._placement = flow.placement("cuda" if on_gpu else "cpu", ranks=list(range(self.world.world_size)))
+        self._from_spec: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose settings the user's code holds
         self._prepared: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()
 
     def _meet(self, timeout: float) -> Lifeline | None:
@@ -181,7 +189,7 @@ class OneFlowBackend(Backend):
 
     # -- models
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         if not isinstance(model, flow.nn.Module):
             raise UsageError(f"the oneflow backend prepares an oneflow.nn.Module, not a {type(model).__name__}")
         if getattr(model, "_is_ddp_module", False):
@@ -193,15 +201,16 @@ class OneFlowBackend(Backend):
         if self.device != "cpu":
             model.to(self.device)
         from unidist_oneflow.gradients import FlatGradients
-        from unidist_oneflow.optimizers import check_optimizer, native_optimizer
 
-        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        own = dict(model.named_parameters())
+        named = {name: each for name, each in own.items() if each.requires_grad}
         if isinstance(optimizer, OptimizerSpec):
             if not named:
                 raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
-            optimizer = native_optimizer(optimizer, [each for _, each in named])
+            optimizer = optimizers.native(optimizer, list(named.values()))
+            self._from_spec.add(optimizer)
         elif optimizer is not None:
-            check_optimizer(optimizer, model)
+            optimizers.check(optimizer, model)
         with flow.no_grad():
             for tensor in self.state(model).values():
                 tensor.copy_(self.broadcast(tensor, 0))
@@ -210,10 +219,10 @@ class OneFlowBackend(Backend):
             from unidist_oneflow.consistent import Faces
 
             faces = Faces(model, self._placement)
+        exchanged = not features.local and self.world.world_size > 1
         if optimizer is not None:
-            names, parameters = zip(*named, strict=True) if named else ((), ())
-            gradients = FlatGradients(parameters, names, self.device, self.world.world_size)
-        self._prepared[model] = Prepared(gradients, faces)
+            gradients = FlatGradients(named, self.device)
+        self._prepared[model] = Prepared(own, gradients, faces, exchanged)
         return model, optimizer
 
     def unwrap(self, model: Any) -> Any:
@@ -250,12 +259,15 @@ class OneFlowBackend(Backend):
         return nullcontext()
 
     def backward(self, model: Any, loss: Any, weight: float) -> None:
-        (loss * (weight / self.world.world_size)).backward()  # the sum over ranks, made in `apply`, is then the mean
+        if self._prepared[model].exchanged:
+            weight /= self.world.world_size  # the sum over ranks, made in `apply`, is then the mean
+        (loss if weight == 1.0 else loss * weight).backward()
 
     def apply(self, model: Any, optimizer: Any, update: Update) -> None:
-        gradients = self._prepared[model].gradients
+        prepared = self._prepared[model]
+        gradients = prepared.gradients
         assert gradients is not None
-        gradients.reduce(update.rescale, update.clip_norm)
+        gradients.finish(prepared.exchanged, update.rescale, update.clip_norm)
         if update.lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = update.lr
@@ -263,13 +275,44 @@ class OneFlowBackend(Backend):
         gradients.clear()
 
     def train_step(
-        self, model: Any, optimizer: Any, loss_fn: Callable[..., Any]
-    ) -> Callable[[Sequence[Any], float, Update | None], Any]:
+        self, model: Any, optimizer: Any, loss_fn: Callable[..., Any], compile: bool
+    ) -> Callable[[Sequence[Any], float, bool, Update | None], Any]:
         if self.options.view == "mirrored":
-            return super().train_step(model, optimizer, loss_fn)
+            return super().train_step(model, optimizer, loss_fn, compile)
         from unidist_oneflow.consistent import GlobalStep
 
-        return GlobalStep(self, model, optimizer, loss_fn, self._prepared[model])
+        return GlobalStep(self, model, optimizer, loss_fn, self._prepared[model], compile or self.options.graph)
+
+    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
+        prepared = self._prepared.get(model)
+        if prepared is None or (what == "gradients" and prepared.gradients is None):
+            raise UsageError(f"average_{what}(model): this model was not returned by prepare(model, optimizer)")
+        if what == "gradients":
+            for buffer in prepared.gradients.buffers:  # type: ignore[union-attr]
+                buffer.copy_(self._sum(buffer.clone()) / self.world.world_size)
+            return
+        with flow.no_grad():
+            for parameter in prepared.named.values():
+                if parameter.requires_grad:
+                    parameter.copy_(self._sum(parameter.detach().clone()) / self.world.world_size)
+
+    # -- what a checkpoint holds
+
+    def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return optimizers.state(self._prepared[model].named, optimizer)
+
+    def load_optimizer_state(
+        self, model: Any, optimizer: Any, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        with_settings = optimizer not in self._from_spec
+        optimizers.load_state(self._prepared[model].named, optimizer, arrays, values, self.from_numpy, with_settings)
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        return {"oneflow": self.to_numpy(flow.get_rng_state())}
+
+    def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if "oneflow" in arrays:
+            flow.set_rng_state(flow.from_numpy(np.array(arrays["oneflow"])))
 
 
 def _with_meeting_point(world: World) -> World:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 CANNOT = {
     "spelled_out": "in the consistent view local batches and a global model only meet inside a step: use train_step, "
-    "or view='mirrored'"
+    "or view='mirrored'",
+    "local_sgd": "in the consistent view a parameter is one global tensor, the same on every rank: use view='mirrored'",
 }
 GRAPHS = 4  # compiled for so many shapes of batches; others, such as the last batch of a pass, run eagerly
 
@@ -78,10 +79,16 @@ def _global_twin(own: Tensor, placement: Any) -> Tensor:
 
 
 class GlobalStep:
-    """One training step: `(batch, weight, update) -> loss`, this rank's share of it, as a plain local tensor."""
+    """One training step: `(batch, weight, sync, update) -> loss`, this rank's share of it, as a plain local tensor."""
 
     def __init__(
-        self, backend: OneFlowBackend, model: Any, optimizer: Any, loss_fn: Callable[..., Tensor], prepared: Prepared
+        self,
+        backend: OneFlowBackend,
+        model: Any,
+        optimizer: Any,
+        loss_fn: Callable[..., Tensor],
+        prepared: Prepared,
+        compile: bool,
     ) -> None:
         assert prepared.faces is not None
         assert prepared.gradients is not None
@@ -90,11 +97,11 @@ class GlobalStep:
         self._placement = backend._placement
         self._parameters = [self._faces.twins(chosen) for chosen in self._gradients.layout]  # one list for each buffer
         self._graphs: dict[str, Any] = {}
-        self._compile = backend.options.graph
+        self._compile = compile
         self._factors: dict[float, Tensor] = {}
         self._counters = [each for each in model.modules() if getattr(each, "num_batches_tracked", None) is not None]
 
-    def __call__(self, batch: Sequence[Any], weight: float, update: Update | None) -> Tensor:
+    def __call__(self, batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> Tensor:
         if self._backend.uneven:
             loss = self._locally(batch, weight)
         else:

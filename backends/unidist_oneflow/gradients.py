@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import oneflow as flow
@@ -19,19 +19,17 @@ class FlatGradients:
     OneFlow's own DDP communicates at every backward, so it could not skip that while accumulating.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], device: str, world_size: int) -> None:
-        self._world_size = world_size
-        self.parameters = list(parameters)
+    def __init__(self, named: Mapping[str, Tensor], device: str) -> None:
         self.buffers: list[Tensor] = []
         self.layout: list[list[Tensor]] = []  # the parameters of each buffer, in its order
-        for parameter, name in zip(self.parameters, names, strict=True):
+        for name, parameter in named.items():
             if parameter.dtype not in (flow.float32, flow.float64):
                 raise UnsupportedOperation(
                     f"parameter {name} is {parameter.dtype}, which OneFlow cannot all-reduce (it aborts the process): "
                     "train in float32 or float64"
                 )
         for dtype in (flow.float32, flow.float64):
-            chosen = [each for each in self.parameters if each.dtype == dtype]
+            chosen = [each for each in named.values() if each.dtype == dtype]
             if not chosen:
                 continue
             sizes = [math.prod(each.shape) for each in chosen]
@@ -42,22 +40,22 @@ class FlatGradients:
                 begin += size
             self.buffers.append(buffer)
             self.layout.append(chosen)
-        self._first_view = self.parameters[0].grad
+        self._first, self._first_view = self.layout[0][0], self.layout[0][0].grad
 
     def add(self, flat: Sequence[Tensor]) -> None:
         """Gradients that were computed elsewhere, one tensor for each buffer."""
         for buffer, part in zip(self.buffers, flat, strict=True):
             buffer.add_(part)
 
-    def reduce(self, rescale: float, clip_norm: float | None) -> None:
+    def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
         """Sum over the ranks, then scale, then clip by the norm of all of them together."""
-        if self.parameters[0].grad is not self._first_view:
+        if self._first.grad is not self._first_view:
             raise StateError(
                 "the gradients were replaced, by zero_grad(set_to_none=True) or an assignment to .grad: unidist clears "
                 "them after each update, leave that to it"
             )
         for buffer in self.buffers:
-            if self._world_size > 1:
+            if exchange:
                 flow._C.local_all_reduce(buffer, inplace=True)
             if rescale != 1.0:
                 buffer.mul_(rescale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import oneflow as flow
 from unidist import SGD, Adam, AdamW, OptimizerSpec
 from unidist.errors import UsageError
 
+# What unidist's checkpoints call an optimizer's tensors, so that another framework can read them.
+PORTABLE = {"momentum_buf": "velocity", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 
-def native_optimizer(spec: OptimizerSpec, parameters: list[Any]) -> Any:
+
+def native(spec: OptimizerSpec, parameters: list[Any]) -> Any:
     common: dict[str, Any] = {"lr": spec.rate(0), "weight_decay": spec.weight_decay}
     if isinstance(spec, Adam):
         # Its kernel takes them as float32, its bias correction as they are: 1 - 0.999 then differs by 1e-5.
@@ -28,7 +32,7 @@ def native_optimizer(spec: OptimizerSpec, parameters: list[Any]) -> Any:
     )
 
 
-def check_optimizer(optimizer: Any, model: Any) -> None:
+def check(optimizer: Any, model: Any) -> None:
     """An optimizer made for another copy of the model would move nothing, without an error."""
     if not isinstance(optimizer, flow.optim.Optimizer):
         raise UsageError(
@@ -42,3 +46,38 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
             f"{strangers} of the optimizer's {len(held)} parameters are not the model's: make it from this model's "
             "parameters(), after any copy or conversion of the model"
         )
+
+
+def state(named: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors, plain values). OneFlow counts steps once for an optimizer, others for each parameter."""
+    tensors: dict[str, Any] = {}
+    for name, parameter in named.items():
+        own = optimizer._state.get(parameter, {})
+        tensors.update({f"{name}/{PORTABLE.get(key, key)}": value for key, value in own.items()})
+        if "exp_avg" in own:
+            tensors[f"{name}/step"] = flow.tensor(float(optimizer._state["step"]))
+    groups = [dict(group.options) for group in optimizer.param_groups]
+    return tensors, {"step": optimizer._state["step"], "groups": groups}
+
+
+def load_state(
+    named: Mapping[str, Any],
+    optimizer: Any,
+    arrays: Mapping[str, np.ndarray],
+    values: Mapping[str, Any],
+    from_numpy: Callable[[np.ndarray], Any],
+    with_settings: bool,
+) -> None:
+    keys = {portable: key for key, portable in PORTABLE.items()}
+    steps = [int(array) for name, array in arrays.items() if name.endswith("/step")]
+    optimizer._state["step"] = values.get("step", max(steps, default=0))
+    for parameter in named.values():
+        optimizer._state[parameter] = {}
+    for name, array in arrays.items():
+        owner, _, key = name.rpartition("/")
+        if key != "step":
+            parameter = named[owner]
+            optimizer._state[parameter][keys.get(key, key)] = from_numpy(np.array(array)).to(parameter.dtype)
+    if with_settings:  # a native optimizer's settings come from the checkpoint
+        for group, saved in zip(optimizer.param_groups, values.get("groups", []), strict=False):
+            group.options.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
