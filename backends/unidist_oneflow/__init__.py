@@ -129,4 +129,5 @@ plugin = Plugin(
         gpu="written for CUDA, not run by the tests: they have no GPU",
     ),
     plan=plan,
+    bench="unidist_oneflow.bench",
 )

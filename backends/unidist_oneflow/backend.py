@@ -63,7 +63,8 @@ class OneFlowBackend(Backend):
             start.check_not_imported()
             self.world = _with_meeting_point(self.world)
             self._lifeline = self._meet(timeout)
-            flow = start.bring_up(self.world, options.verbose, timeout, _log_folder())
+            graphs = options.view == "consistent"
+            flow = start.bring_up(self.world, graphs, options.verbose, timeout, _log_folder())
             optimizers = importlib.import_module("unidist_oneflow.optimizers")  # needs oneflow, as those below do
             _up = self.world
             self._leaving = Leaving(self._tell)
