@@ -98,6 +98,7 @@ class Backend(ABC):
     capabilities: Capabilities
     world: World
     devices: int = 1  # how many devices this process drives
+    uneven: bool = False  # `train_step` may ask: do the ranks' parts of this batch differ in size? Strategy says so
 
     @abstractmethod
     def __init__(self, world: World, options: Any, device: str | None, timeout: float) -> None:

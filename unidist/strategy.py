@@ -23,6 +23,7 @@ from unidist.world import World, detect
 if TYPE_CHECKING:
     import numpy as np
 
+    from unidist.backend import Plugin
     from unidist.collectives import Collectives
     from unidist.compression import Compression
     from unidist.data.batch import Scale
@@ -57,7 +58,7 @@ class Strategy:
         **options: Any,
     ) -> None:
         plugin, why = registry.choose(backend)
-        settings = registry.build_options(plugin, _with_launch_options(plugin.name, options))
+        settings = registry.build_options(plugin, _with_launch_options(plugin, options))
         engine = registry.backend_class(plugin)
         found = detect(init=init, rank=rank, world_size=world_size, timeout=timeout)
         self._backend = engine(found, settings, device, timeout)
@@ -553,14 +554,17 @@ class Strategy:
         return self._watch.collectives
 
 
-def _with_launch_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _with_launch_options(plugin: Plugin, given: dict[str, Any]) -> dict[str, Any]:
     """`unidist run --option key=value` arrives in UNIDIST_OPTIONS; a contradiction with the call is refused."""
-    if os.environ.get("UNIDIST_BACKEND") != name or not os.environ.get("UNIDIST_OPTIONS"):
+    if os.environ.get("UNIDIST_BACKEND") != plugin.name or not os.environ.get("UNIDIST_OPTIONS"):
         return given
     launched: dict[str, Any] = json.loads(os.environ["UNIDIST_OPTIONS"])
-    for key, value in given.items():
-        if launched.get(key, value) != value:
+    for key in [key for key in given if key in launched and launched[key] != given[key]]:
+        # As the backend understands them: one value may have two spellings.
+        here, there = (registry.build_options(plugin, {**launched, key: each[key]}) for each in (given, launched))
+        if here != there:
             raise UsageError(
-                f"option {key} is {value!r} in Strategy(…) and {launched[key]!r} in `unidist run --option`: keep one"
+                f"option {key} is {given[key]!r} in Strategy(…) and {launched[key]!r} in `unidist run --option`: "
+                "keep one"
             )
     return launched | given

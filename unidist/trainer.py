@@ -86,13 +86,14 @@ class Trainer:
         if compile:
             self._require("compile")
         run = self._backend.train_step(model, optimizer, _scalar(loss_fn), compile)
-        watch, average = self._watch, self._backend.average
+        watch, backend, average = self._watch, self._backend, self._backend.average
 
         def step(*batch: Any) -> Any:
             drawn = self.drawn
             if drawn is not None and 0 < drawn.real < drawn.rows:
                 batch = _without_padding(batch, drawn)
             turn = schedule.turn(drawn)
+            backend.uneven = drawn is not None and drawn.uneven
             watch.step(schedule.updates)
             loss = run(batch, turn.weight, turn.sync, schedule.update(turn, clip_norm) if turn.closes else None)
             if turn.average:

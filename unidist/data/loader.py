@@ -27,6 +27,11 @@ class Drawn(NamedTuple):
         """Factor that makes the mean over ranks of local mean losses the mean over the global batch."""
         return self.real * self.batch.workers / self.total
 
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks hold different numbers of samples."""
+        return self.total % self.batch.workers != 0
+
 
 class Listener(NamedTuple):
     """Who is told: weights of training batches and the order in `gather` depend on it."""
