@@ -55,8 +55,10 @@ class Strategy:
     ) -> None:
         plugin, why = registry.choose(backend)
         settings = registry.build_options(plugin, _with_launch_options(plugin.name, options))
-        engine = registry.backend_class(plugin)
         found = detect(init=init, rank=rank, world_size=world_size, timeout=timeout)
+        if found.role != "worker":
+            registry.serve(plugin, found, settings)
+        engine = registry.backend_class(plugin)
         self._backend = engine(found, settings, device, timeout)
         self._closed = False
         self._name = plugin.name
@@ -184,7 +186,7 @@ class Strategy:
         notice = compare_ranks(self._backend.state(model), self._backend.to_numpy, self._collectives)
         if notice and self.is_main:
             self._say(f"unidist: {notice}")
-        schedule = None if optimizer is None else Schedule(optimizer, accumulate)
+        schedule = None if optimizer is None else Schedule(optimizer, accumulate, self.capabilities.lockstep is True)
         model, optimizer = self._backend.prepare(model, optimizer)
         self._prepared = [each for each in self._prepared if each.model() is not None]
         if schedule is not None:

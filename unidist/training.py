@@ -36,9 +36,10 @@ class Schedule:
     at its update. Full groups, the usual case, need no correction and cost nothing.
     """
 
-    def __init__(self, spec: object, accumulate: int) -> None:
+    def __init__(self, spec: object, accumulate: int, lockstep: bool = True) -> None:
         self._spec = spec if isinstance(spec, OptimizerSpec) and callable(spec.lr) else None
         self._every = accumulate
+        self._lockstep = lockstep  # else this rank's updates are its own mean, whatever the others have
         self._micro = 0
         self._samples = 0.0  # of this group so far, in units of a full micro-batch
         self.updates = 0
@@ -51,14 +52,17 @@ class Schedule:
         if drawn is None:
             weight, filled, last = 1.0, 1.0, False
         elif self._every == 1:
-            weight, filled, last = drawn.weight, 1.0, True
+            weight, filled, last = drawn.weight if self._lockstep else float(drawn.real > 0), 1.0, True
+        elif not self._lockstep:
+            weight = filled = drawn.real / drawn.epoch.batch.per_worker
+            last = drawn.last
         else:
             filled, last = drawn.total / drawn.epoch.batch.global_batch, drawn.last
             weight = drawn.weight * filled
         self._micro += 1
         self._samples += filled
         closes = last or self._micro >= self._every
-        rescale = self._every / self._samples if closes else 1.0
+        rescale = self._every / self._samples if closes and self._samples else 1.0
         if closes:
             self._micro, self._samples = 0, 0.0
         return Turn(weight / self._every, closes, rescale)
