@@ -16,10 +16,10 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, nd
 
-from unidist import Backend, OptimizerSpec, Update, World
+from unidist import Backend, Update, World
 from unidist.backend import Reduction
 from unidist.control import Control, ControlServer, connect_from_env
-from unidist.errors import StateError, UnsupportedOperation, UsageError
+from unidist.errors import StateError, UsageError
 from unidist.watch import own_interface
 from unidist_mxnet import MxnetOptions, capabilities
 from unidist_mxnet.arrays import from_numpy, kind_like

@@ -22,6 +22,7 @@ def pick_contexts(asked: str | None, devices: int | list[str], gpus: int, world:
         # Each process of a node takes its own GPUs; CPU contexts are only names for the same cores.
         index = max(world.local_rank, 0) * devices if kind == "gpu" else 0
     elif devices > 1:
+        _existing(kind, index, gpus)
         raise UsageError(f"device={asked!r} is one device, and devices={devices}: name them all in devices=[…]")
     return [_existing(kind, index + n, gpus) for n in range(devices)]
 

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import nd
 
 from unidist import SGD, Adam, AdamW, OptimizerSpec
@@ -41,13 +42,15 @@ def describe(optimizer: OptimizerSpec | mx.optimizer.Optimizer) -> dict[str, Any
 def from_description(said: dict[str, Any]) -> mx.optimizer.Optimizer:
     said = dict(said)
     kind = said.pop("kind")
-    if kind != "native":
-        return {"sgd": FusedSGD, "adam": FusedAdam}[kind](**said)
-    optimizer = mx.optimizer.Optimizer.create_optimizer(said["name"])
-    for name, value in said["attributes"].items():
-        setattr(optimizer, name, value)
-    for name in ("lr_mult", "wd_mult"):
-        setattr(optimizer, name, {int(key): factor for key, factor in said[name].items()})
+    factors = {name: said.pop(name, {}) for name in ("lr_mult", "wd_mult")}
+    if kind == "native":
+        optimizer = mx.optimizer.Optimizer.create_optimizer(said["name"])
+        for name, value in said["attributes"].items():
+            setattr(optimizer, name, value)
+    else:
+        optimizer = {"sgd": FusedSGD, "adam": FusedAdam}[kind](**said)
+    for name, by_key in factors.items():
+        setattr(optimizer, name, {int(key): factor for key, factor in by_key.items()})
     return optimizer
 
 
@@ -74,7 +77,7 @@ def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:
                 f"{type(optimizer).__name__}.{key} is a {type(value).__name__}, which cannot be told to the servers: "
                 "use update_on='worker' with dist_sync"
             )
-    return {"kind": "native", "name": name, "attributes": attributes, "lr_mult": {}, "wd_mult": {}}
+    return {"kind": "native", "name": name, "attributes": attributes}
 
 
 class FusedSGD(mx.optimizer.Optimizer):
@@ -141,7 +144,9 @@ class FusedAdam(mx.optimizer.Optimizer):
 
     def __init__(self, betas: tuple[float, float], eps: float, decoupled: bool, **common: Any) -> None:
         super().__init__(**common)
-        (self.beta1, self.beta2), self.eps, self.decoupled = betas, eps, decoupled
+        # The kernel works with these in float32, where 1 - 0.999 is off by 1e-5: the correction must use the same.
+        self.beta1, self.beta2 = (float(np.float32(beta)) for beta in betas)
+        self.eps, self.decoupled = eps, decoupled
 
     def create_state(self, index: Any, weight: nd.NDArray) -> tuple[nd.NDArray, nd.NDArray]:
         return tuple(nd.zeros(weight.shape, weight.context, dtype=weight.dtype) for _ in range(2))  # type: ignore[return-value]

@@ -37,7 +37,7 @@ def serve(world: World, options: MxnetOptions) -> None:
     _call(library, library.MXKVStoreCreate(b"dist", ctypes.byref(store)))
     commands = Commands(store)
     if world.role == "server" and options.server_updates:
-        commands.prepare()  # now, while the workers import MXNet too
+        import_package()  # now, while the workers do the same
     controller = CONTROLLER(commands)
     by_hand = "UNIDIST_CONTROL" not in os.environ
     lookout = Lookout(world) if by_hand and world.role == "server" else None
@@ -57,20 +57,19 @@ class Commands:
         self._store = store
         self._updates: Any = None
 
-    def prepare(self) -> None:
-        if self._updates is None:
-            # The package would serve at import, with an updater of its own.
-            stub = types.ModuleType("mxnet.kvstore.kvstore_server")
-            stub.__all__ = []  # type: ignore[attr-defined]
-            sys.modules[stub.__name__] = stub
-            from unidist_mxnet.updates import Updates
-
-            self._updates = Updates(self._store)
-
     def __call__(self, head: int, body: bytes, _: object) -> None:
         with fatal(f"the command {body[:200]!r}"):
-            self.prepare()
+            if self._updates is None:  # not earlier: the library takes an updater only once it serves
+                self._updates = import_package().Updates(self._store)
             self._updates.command(json.loads(body))
+
+
+def import_package() -> types.ModuleType:
+    """MXNet's Python package and what needs it. Left alone, it would serve at import with an updater of its own."""
+    stub = types.ModuleType("mxnet.kvstore.kvstore_server")
+    stub.__all__ = []  # type: ignore[attr-defined]
+    sys.modules.setdefault(stub.__name__, stub)
+    return importlib.import_module("unidist_mxnet.updates")
 
 
 @contextlib.contextmanager
