@@ -11,7 +11,6 @@ import argparse
 
 import digits
 import models
-
 import unidist
 
 
@@ -25,9 +24,7 @@ def main() -> None:
     args = parser.parse_args()
 
     train, _ = digits.load()
-    with unidist.Strategy(
-        args.backend, init=args.init_method, rank=args.rank, world_size=args.world_size
-    ) as strategy:
+    with unidist.Strategy(args.backend, init=args.init_method, rank=args.rank, world_size=args.world_size) as strategy:
         zoo = models.load(strategy.framework)
         model, optimizer = strategy.prepare(zoo.cnn(seed=0), unidist.SGD(lr=0.05, momentum=0.9))
         loader = strategy.loader(train, per_device_batch=16, shuffle=True)

@@ -11,7 +11,6 @@ import argparse
 
 import digits
 import models
-
 import unidist
 
 

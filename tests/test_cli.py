@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launch_support import PATIENCE, ROOT, Place
 
+from test_launch_support import PATIENCE, ROOT, Place
 from unidist._version import __version__
 from unidist.cli import COMMANDS
 

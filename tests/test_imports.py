@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 
 import unidist
+from conftest import ROOT
 
 FRAMEWORKS = {"torch", "mxnet", "oneflow", "horovod"}
 BACKENDS = {path.name for path in (ROOT / "backends").iterdir() if path.name.startswith("unidist_")}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from test_launch_support import PATIENCE, Place
 
 RUN = ("run", "--backend", "plain")
@@ -105,6 +106,8 @@ def test_the_network_options(place: Place) -> None:
         (("--nproc", "0"), "--nproc 0"),
         (("--nproc", "two"), "--nproc two"),
         (("--servers", "1"), "no servers"),
+        (("--max-restarts", "-1"), "'-1' is not"),
+        (("--timeout", "0"), "'0' is not"),
     ],
 )
 def test_wrong_arguments_start_nothing(place: Place, arguments: tuple[str, ...], says: str) -> None:
@@ -284,6 +287,24 @@ def test_the_same_error_everywhere_is_shown_once(place: Place) -> None:
     assert len(re.findall(r"^\[worker \d\] Traceback", ended.err, re.M)) == 1
 
 
+def test_a_survivor_that_prints_without_end(place: Place) -> None:
+    script = place.script("wait_for(2)\nif rank == 1: sys.exit(3)\nwhile True: print('x' * 500)")
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 3
+    assert "worker 1" in ended.summary[0]
+
+
+def test_nohup_is_respected(place: Place) -> None:
+    command = ["nohup", *place.command(*RUN, place.script("leave(10**9); time.sleep(2)"))]
+    process = subprocess.Popen(
+        command, env=place.env, cwd=place.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    place.wait_for_pids(2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+
+
 def test_who_ignores_sigterm_is_killed(place: Place) -> None:
     script = place.script(
         """
@@ -435,6 +456,7 @@ def test_a_hang_is_reported_and_ended(place: Place) -> None:
     assert "worker 0: step 12, in all_reduce" in text
     assert re.search(r"worker 1: step 11, in forward.*<- not where", text)
     assert re.search(r"worker 2: .*<- missing", text)
+    assert "in <module>" in ended.err  # where each was in the script
 
 
 def test_paused_ranks_are_not_hung(place: Place) -> None:

@@ -33,9 +33,9 @@ class Options:
 
 def roles(job):
     env = {"ROOT_PORT": str(job.ports[0])}
-    def process(role, rank, port):
-        return Process(role, rank, job.command, {**env, "ROLE": role, "PORT": str(port)}, job.host)
-    yield process("scheduler", 0, job.ports[0])
+    def process(role, rank, port, **more):
+        return Process(role, rank, job.command, {**env, "ROLE": role, "PORT": str(port)}, job.host, **more)
+    yield process("scheduler", 0, job.ports[0], numbered=False)
     for rank in range(job.nproc):
         yield process("worker", rank, job.ports[1 + rank])
     for rank in range(job.servers):
@@ -68,6 +68,7 @@ class Place:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.python = sys.executable
         plugins = path / "plugins"
         info = plugins / "fake_backends-1.0.dist-info"
         info.mkdir(parents=True)
@@ -104,13 +105,15 @@ class Place:
         return str(file)
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "unidist", *arguments]
+        return [self.python, "-m", "unidist", *arguments]
 
     def run(self, *arguments: str, **env: str) -> Ended:
         process = self.start(*arguments, **env)
         return self.end(process)
 
     def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest itself runs in the background of a script
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(
             self.command(*arguments),
             env={**self.env, **env},

@@ -42,10 +42,11 @@ def test_what_a_role_says_wins() -> None:
     assert [(p.env["A"], p.env["B"]) for p in plan(job, declared)] == [("role 0", "job"), ("role 1", "job")]
 
 
-def test_services_come_first_and_are_named_by_number_only_when_there_are_several() -> None:
-    roles = ["worker", "worker", "server", "scheduler", "server"]
-    ranks = [0, 1, 0, 0, 1]
-    declared = replace(PLAIN, plan=lambda job: [Process(*each, job.command) for each in zip(roles, ranks, strict=True)])
+def test_services_come_first() -> None:
+    roles = [("worker", 0), ("worker", 1), ("server", 0), ("scheduler", 0), ("server", 1)]
+    declared = replace(
+        PLAIN, plan=lambda job: [Process(*each, job.command, numbered=each[0] != "scheduler") for each in roles]
+    )
     processes = plan(JOB, declared)
     assert [process.name for process in processes] == ["server 0", "scheduler", "server 1", "worker 0", "worker 1"]
     assert "RANK" not in processes[0].env  # a script must not take a server for worker 0

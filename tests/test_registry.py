@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass
 
 import pytest
-from conftest import ROOT
 
+from conftest import ROOT
 from unidist import registry
 from unidist.backend import Plugin
 from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError

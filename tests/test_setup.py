@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch_support import PATIENCE, ROOT, alive
 
+from test_launch_support import PATIENCE, ROOT, alive
 from unidist.errors import LaunchError, SetupError
 from unidist.launch import environments
 from unidist.setup import build, pythons, recipes, store

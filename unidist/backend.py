@@ -60,6 +60,7 @@ class Plugin:
     # "package.module:function" for a process whose role is not "worker" and that runs the user's script all the same:
     # called with (world, options) in place of the training code, it returns when the job is over.
     serve: str | None = None
+    bench: str | None = None  # module with `contestants(strategy)`, hand-written loops first, for `unidist bench`
 
 
 class Update(NamedTuple):

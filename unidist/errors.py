@@ -11,6 +11,7 @@ UnidistError
 ├── BackendUnavailable         the backend is known, its framework is not installed (also an ImportError)
 ├── SetupError                 an environment could not be built
 ├── LaunchError                the processes of a job could not be started
+├── CheckpointError            a checkpoint cannot be written, or is damaged, not unidist's, or another model's
 └── CommunicationError         the ranks cannot work together any more
     ├── RanksDisagree          they were about to do different things; who wanted what is listed
     ├── RanksMissing           some did not arrive in time; they are listed
@@ -59,6 +60,10 @@ class SetupError(UnidistError):
 
 
 class LaunchError(UnidistError):
+    pass
+
+
+class CheckpointError(UnidistError):
     pass
 
 

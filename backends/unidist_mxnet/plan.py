@@ -30,7 +30,7 @@ def plan(job: Job) -> Sequence[Process]:
         "MXNET_KVSTORE_BIGARRAY_BOUND": str(options.bigarray_bound),
     }
     service = (job.python, "-m", "unidist_mxnet.roles")
-    processes = [Process("scheduler", 0, service, {**cluster, "DMLC_ROLE": "scheduler"}, job.host)]
+    processes = [Process("scheduler", 0, service, {**cluster, "DMLC_ROLE": "scheduler"}, job.host, numbered=False)]
     for rank in range(servers):
         env = {**cluster, "DMLC_ROLE": "server", **_threads(options.server_cores)}
         processes.append(Process("server", rank, service, env, job.host, cores=options.server_cores))

@@ -38,5 +38,6 @@ plugin = Plugin(
     backend="unidist_torch.backend:TorchBackend",
     options=TorchOptions,
     requires=("torch",),
+    bench="unidist_torch.bench",
     capabilities=Capabilities(gpu="written for CUDA with NCCL, not run by the tests: they have no GPU"),
 )

@@ -1,9 +1,10 @@
 """The examples' model in PyTorch."""
 
-import models
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+import models
 
 
 class CNN(nn.Module):

@@ -15,6 +15,7 @@ from unidist.errors import UnidistError, UsageError
 COMMANDS = {
     "run": "start a script on N processes, show their output, end them together",
     "setup": "build the environment that a framework needs",
+    "bench": "what unidist costs, measured beside the same loop written by hand",
     "backends": "which backends there are, what each can do, and why one cannot start here",
 }
 

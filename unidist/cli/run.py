@@ -44,13 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "-n", "--nproc", *_spellings("nproc-per-node"), default="1", metavar="N", help="workers, or `auto` (default: 1)"
     )
-    add("--servers", type=int, default=0, metavar="M", help="parameter servers, for backends that have them")
+    add("--servers", type=_count, default=0, metavar="M", help="parameter servers, for backends that have them")
     add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend; may be repeated")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
-    add(*_spellings("max-restarts"), type=int, default=0, metavar="N", help="start the job again after a failure")
+    add(*_spellings("max-restarts"), type=_count, default=0, metavar="N", help="start the job again after a failure")
     add(*_spellings("log-dir"), metavar="DIR", help="also write the output of each process to a file there")
-    add("--timeout", type=float, metavar="S", help="end the job when a rank makes no progress for S seconds")
-    add("--grace", type=float, default=5.0, metavar="S", help="seconds between SIGTERM and SIGKILL (default: 5)")
+    add("--timeout", type=_seconds, metavar="S", help="end the job when a rank makes no progress for S seconds")
+    add("--grace", type=_seconds, default=5.0, metavar="S", help="seconds between SIGTERM and SIGKILL (default: 5)")
     add("-q", "--quiet", action="store_true", help="show worker 0 only")
     add("--label-master", action="store_true", help="call worker 0 `[master]`")
     # An option with an optional value would swallow the script, so each form is a flag.
@@ -73,9 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_torchrun(args)
-    plugin, why = (
-        registry.choose(args.backend) if args.backend or _installed() else (registry.plugin(_set_up()), "set up")
-    )
+    plugin, why = environments.choose(args.backend)
     options = parse_options(plugin, args.option)
     registry.build_options(plugin, options)  # a misspelt one ends here, before anything starts
     nproc = _nproc(args.nproc)
@@ -127,6 +125,19 @@ def parse_options(plugin: Plugin, pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
 def _spellings(name: str) -> tuple[str, ...]:
     """torchrun takes both, and so do we."""
     return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
@@ -145,30 +156,6 @@ def _check_torchrun(args: argparse.Namespace) -> None:
     ]
     if given:
         print(f"unidist: {', '.join(given)} not needed on one machine, not used", file=sys.stderr)
-
-
-def _installed() -> bool:
-    """Whether `registry.choose` can find a backend without being told."""
-    return bool(os.environ.get("UNIDIST_BACKEND")) or any(
-        not environments.lacking(registry.plugin(name)) for name in registry.names()
-    )
-
-
-def _set_up() -> str:
-    """This interpreter has no framework: the environment that was set up decides, if there is just one."""
-    from unidist.setup import recipes, store
-
-    found = [
-        name
-        for name in registry.names()
-        if (recipe := recipes.recipe_of(name)) is not None and store.find(recipe, name)
-    ]
-    if len(found) == 1 or registry.DEFAULT in found:
-        return registry.DEFAULT if registry.DEFAULT in found else found[0]
-    state = (
-        f"set up: {', '.join(found)}" if found else f"none is set up; `{environments.command()} setup NAME` does that"
-    )
-    raise UsageError(f"which backend? Name one of {', '.join(registry.names())} with --backend ({state}).")
 
 
 def _nproc(text: str) -> int:

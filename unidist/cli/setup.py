@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from unidist.errors import UsageError
+from unidist.errors import SetupError, UsageError
 from unidist.setup import recipes, store
 
 EXAMPLES = """\
@@ -59,17 +59,22 @@ def run(args: argparse.Namespace) -> int:
 
     # A kill is an interruption like any other: what was started is ended, nothing looks ready.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    begun = time.monotonic()
+    begun, failed = time.monotonic(), False
     for recipe in recipes.RECIPES:
         wanted = [stage.name for stage in recipe.stages if stage.name in names]
         if not wanted:
             continue
-        environment = build.ensure(recipe, wanted, args.python, args.force)
+        try:
+            environment = build.ensure(recipe, wanted, args.python, args.force)
+        except SetupError as error:  # the other environments have nothing to do with it
+            failed = True
+            print(f"unidist setup: {error}", file=sys.stderr)
+            continue
         if args.print_python:
             print(environment.python)
         else:
             print(f"{', '.join(wanted)}: ready in {environment.path} ({time.monotonic() - begun:.1f} s)")
-    return 0
+    return int(failed)
 
 
 def _list() -> int:

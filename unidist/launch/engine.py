@@ -58,6 +58,7 @@ def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
                 timeout=settings.timeout,
                 beats=control.beats,
                 log_dir=log_dir,
+                append=bool(causes),
                 master=settings.master,
                 lifeline=lifeline,
                 started=control.start,  # its threads begin after the forks; clients wait in the socket's queue
@@ -107,7 +108,7 @@ def guard(supervisor: int, token: str) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, number)
 
-    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, forward) for number in system.stopping_signals()}
     try:
         _, status = os.waitpid(supervisor, 0)
     finally:

@@ -15,7 +15,7 @@ from pathlib import Path
 from unidist import registry
 from unidist._version import __version__
 from unidist.backend import Plugin
-from unidist.errors import LaunchError
+from unidist.errors import LaunchError, UsageError
 from unidist.setup import recipes, store
 
 
@@ -32,6 +32,18 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
         return str(environment.python), {**environment.variables(), **importable()}
     how = f"Run `{command()} setup {backend}` once." if recipe else "Install it there."
     raise LaunchError(f"backend {backend!r} needs {', '.join(absent)}, which {sys.executable} does not have. {how}")
+
+
+def choose(name: str | None) -> tuple[Plugin, str]:
+    """Which backend, and why. Where this interpreter has no framework, the environments that were set up decide."""
+    known = [registry.plugin(each) for each in registry.names()]
+    if name or os.environ.get("UNIDIST_BACKEND") or not all(map(lacking, known)):
+        return registry.choose(name)
+    found = {p.name: p for p in known if (recipe := recipes.recipe_of(p.name)) and store.find(recipe, p.name)}
+    if registry.DEFAULT in found or len(found) == 1:
+        return found.get(registry.DEFAULT) or found.popitem()[1], "it is set up"
+    state = f"set up: {', '.join(found)}" if found else f"none is set up; `{command()} setup NAME` does that"
+    raise UsageError(f"which backend? Name one of {', '.join(p.name for p in known)} ({state}).")
 
 
 def lacking(plugin: Plugin) -> list[str]:

@@ -49,7 +49,7 @@ def launch(
         )
     if nproc < 1:
         raise UsageError(f"nproc={nproc}: at least one process is needed")
-    plugin, _ = registry.choose(backend)
+    plugin, _ = environments.choose(backend)
     registry.build_options(plugin, options)
     python, variables = environments.interpreter_for(plugin.name)
     if "OMP_NUM_THREADS" not in os.environ:

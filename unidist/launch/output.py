@@ -128,7 +128,7 @@ class Stream:
             for line in self._error:
                 self._show(line)
         elif not repeats:  # else it is the next link of a chain: said already
-            self._show(f"the same error as {first}: {self._error[-1].decode(errors='replace')}".encode())
+            self._show(f"(the same error as {first})".encode())
         self._error = []
 
     def _show(self, line: bytes) -> None:
@@ -139,7 +139,9 @@ class Stream:
 class Output:
     """Both streams of every process of a plan."""
 
-    def __init__(self, processes: Sequence[Process], screen: Screen, log_dir: Path | None, master: bool) -> None:
+    def __init__(
+        self, processes: Sequence[Process], screen: Screen, log_dir: Path | None, append: bool, master: bool
+    ) -> None:
         self._logs: list[BinaryIO] = []
         self.streams: list[dict[str, Stream]] = []
         for index, process in enumerate(processes):
@@ -147,7 +149,7 @@ class Output:
             name = "master" if main and master else process.name
             log = None
             if log_dir is not None:
-                log = open(log_dir / f"{process.name.replace(' ', '-')}.log", "ab")  # noqa: SIM115
+                log = open(log_dir / f"{process.name.replace(' ', '-')}.log", "ab" if append else "wb")  # noqa: SIM115
                 self._logs.append(log)
             self.streams.append(
                 {

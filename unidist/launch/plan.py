@@ -46,13 +46,13 @@ class Process:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    alone: bool = False  # the only one of its role, so its name needs no number
+    numbered: bool = True  # False for a role of which there is only ever one, such as a scheduler
     cores: int = 0  # what it was given, for the totals of --dry-run; 0: not said
     gpus: int = 0
 
     @property
     def name(self) -> str:
-        return self.role if self.alone else f"{self.role} {self.rank}"
+        return f"{self.role} {self.rank}" if self.numbered else self.role
 
     @property
     def is_worker(self) -> bool:
@@ -75,11 +75,7 @@ def plan(job: Job, plugin: Plugin) -> list[Process]:
             f"it has {[process.rank for process in workers]}"
         )
     ordered = [process for process in processes if not process.is_worker] + workers
-    roles = [process.role for process in ordered]
-    return [
-        replace(process, env=_environment(job, process), alone=not process.is_worker and roles.count(process.role) == 1)
-        for process in ordered
-    ]
+    return [replace(process, env=_environment(job, process)) for process in ordered]
 
 
 def _environment(job: Job, process: Process) -> dict[str, str]:
@@ -100,6 +96,7 @@ def _environment(job: Job, process: Process) -> dict[str, str]:
         "UNIDIST_TOKEN": job.token,
         "UNIDIST_RESTART": str(job.restart),
         "PYTHONUNBUFFERED": "1",  # a line is shown when it is printed, and not lost when the process is killed
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code, or the end of a hang, shows where in the script it was
     }
     native = {  # for scripts that read these themselves
         "MASTER_ADDR": common["UNIDIST_MASTER_ADDR"],

@@ -82,6 +82,12 @@ def kill_descendants(within: float = 5.0) -> None:
         time.sleep(0.005)
 
 
+def stopping_signals() -> list[signal.Signals]:
+    """What ends a job from outside, except for what whoever started us has switched off, as nohup does."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def group(pid: int) -> int | None:
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(pid)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import socket
@@ -20,48 +19,15 @@ from pathlib import Path
 from unidist.control import Beat
 from unidist.errors import LaunchError
 from unidist.launch import processes as system
+from unidist.launch import report
 from unidist.launch.output import Output, Screen, Stream
 from unidist.launch.plan import Process, inherited
+from unidist.launch.report import Failure
 
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
 ECHO_WAIT = 1.0  # how long the true cause may take to show after an error that looks like its echo
 TIMED_OUT = 124  # as timeout(1) has it
 SERVICES_WAIT = 5.0  # how long servers and schedulers may take to end by themselves after the workers
-
-# What the survivors say when a peer has gone. Their error is real, but it is not the cause.
-_ECHO = re.compile(
-    r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
-    r"does not answer|Socket closed|recvValue failed|has been shut down by|SIGTERM",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One process that ended badly, with what a person needs to know about it."""
-
-    name: str
-    host: str
-    code: int  # negative: the number of the signal
-    lines: tuple[str, ...]
-    hint: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell counts: 128 + n for signal n."""
-        return 128 - self.code if self.code < 0 else self.code
-
-    @property
-    def ending(self) -> str:
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-self.code).name}"
-        return f"killed by signal {-self.code}"
-
-    def __str__(self) -> str:
-        head = f"{self.name} on {self.host} failed first: {self.ending}{self.hint}"
-        return "\n".join([head, *(f"    {line}" for line in self.lines)])
 
 
 @dataclass(frozen=True)
@@ -87,6 +53,11 @@ class _Running:
         return self.code not in (None, 0) and not self.stopped
 
     @property
+    def failure(self) -> Failure:
+        lines = self.streams["stderr"].last or self.streams["stdout"].last
+        return Failure(self.process.name, socket.gethostname(), self.code or 0, list(lines))
+
+    @property
     def trouble(self) -> float:
         """When it went wrong: a traceback is printed some time before the process is gone."""
         return min(self.ended or float("inf"), self.streams["stderr"].trouble)
@@ -100,6 +71,7 @@ class Supervisor:
     timeout: float | None = None  # without progress for so many seconds, the job is hung
     beats: Callable[[], dict[str, Beat]] | None = None
     log_dir: Path | None = None
+    append: bool = False  # to the files there, after a restart
     master: bool = False  # call worker 0 "master"
     lifeline: int | None = None  # a pipe that closes when whoever started us dies
     started: Callable[[], object] = lambda: None
@@ -110,7 +82,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Until every process has ended. Call it from the main thread of a process that has no other children."""
         system.adopt_orphans()
-        output = Output(self.plan, self.screen, self.log_dir, self.master)
+        output = Output(self.plan, self.screen, self.log_dir, self.append, self.master)
         self._selector = selectors.DefaultSelector()
         with self._selector, self._wakeup():
             if self.lifeline is not None:
@@ -159,7 +131,7 @@ class Supervisor:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = (signal.SIGCHLD, *system.stopping_signals())
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ, None)
@@ -186,10 +158,9 @@ class Supervisor:
                 return Outcome(0)
             if all(each.code == 0 for each in self._running if each.process.is_worker):
                 return self._end_services()
-            hung = self._hung()
-            if hung:
-                self._stop()
-                return Outcome(TIMED_OUT, hung, again=True)
+            beats = self.beats().values() if self.timeout and self.beats else ()
+            if self.timeout and any(beat.stuck > self.timeout for beat in beats):
+                return self._hung(list(beats), self.timeout)
 
     def _events(self, wait: float) -> None:
         for key, _ in self._selector.select(wait):
@@ -223,27 +194,6 @@ class Supervisor:
                         each.code = each.popen.returncode = os.waitstatus_to_exitcode(status)
                         each.ended = time.monotonic()
 
-    def _hung(self) -> str:
-        if self.timeout is None or self.beats is None:
-            return ""
-        beats = self.beats().values()
-        stuck = [beat for beat in beats if beat.stuck > self.timeout]
-        if not stuck:
-            return ""
-        front = max((beat.step, beat.operation) for beat in beats)
-        rows = [
-            f"    {beat.role} {beat.rank}: step {beat.step}, in {beat.operation}, for {beat.stuck:.0f} s"
-            + ("" if (beat.step, beat.operation) == front else "  <- not where the others are")
-            for beat in sorted(beats, key=lambda beat: (beat.role, beat.rank))
-        ]
-        heard = {(beat.role, beat.rank) for beat in beats}
-        rows += [
-            f"    {each.process.name}: {'not heard of' if each.code is None else 'has ended'}  <- missing"
-            for each in self._running
-            if each.process.is_worker and (each.process.role, each.process.rank) not in heard
-        ]
-        return "\n".join([f"no progress for {self.timeout:g} s (--timeout). Where each rank is:", *rows])
-
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _failed(self) -> Outcome:
@@ -252,31 +202,31 @@ class Supervisor:
         while True:
             self._drain()
             failed = sorted((each for each in self._running if each.failed), key=lambda each: each.trouble)
-            causes = [each for each in failed if not _is_echo(each)]
+            causes = [each for each in failed if not each.failure.is_echo]
             first_trouble = causes[0].trouble if causes else float("inf")
             dying = [each for each in self._running if each.code is None and each.trouble < first_trouble]
             settled = (causes and not dying) or all(each.code is not None for each in self._running)
             if settled or time.monotonic() > until:
                 break
             self._events(0.05)
-        first = self._failure((causes or failed)[0])
+        first = (causes or failed)[0]
         living = sum(each.code is None for each in self._running)
         self._stop()
-        others = [each for each in failed if each.process.name != first.name]
-        text = str(first)
-        if others:
-            text += "\n  then failed: " + ", ".join(
-                f"{each.process.name} ({self._failure(each).ending})" for each in others
-            )
-        if living:
-            text += f"\n  ended with it: {living} other process{'es' if living > 1 else ''}"
-        return Outcome(first.exit_code, text, again=True)
+        others = [each.failure for each in failed if each is not first]
+        return Outcome(first.failure.exit_code, report.failed(first.failure, others, living), again=True)
 
-    def _failure(self, each: _Running) -> Failure:
-        hint = ""
-        if each.code == -signal.SIGKILL:
-            hint = " (by hand, by the system short of memory, or by a resource limit)"
-        return Failure(each.process.name, socket.gethostname(), each.code or 0, tuple(_last_lines(each)), hint)
+    def _hung(self, beats: Sequence[Beat], timeout: float) -> Outcome:
+        heard = {(beat.role, beat.rank) for beat in beats}
+        missing = [
+            f"{each.process.name}: {'not heard of' if each.code is None else 'has ended'}"
+            for each in self._running
+            if each.process.is_worker and (each.process.role, each.process.rank) not in heard
+        ]
+        text = report.hung(beats, missing, timeout)
+        # With PYTHONFAULTHANDLER set this prints where each is in its code, also from inside a C++ call.
+        system.kill([each.popen.pid for each in self._running if each.code is None], signal.SIGABRT)
+        self._stop(0.5)
+        return Outcome(TIMED_OUT, text, again=True)
 
     def _stopped_by(self, number: int) -> Outcome:
         self._signals.clear()  # the next one, while stopping, means: at once
@@ -295,39 +245,32 @@ class Supervisor:
         self._stop()
         return Outcome(0)
 
-    def _stop(self) -> None:
+    def _stop(self, delay: float = 0.0) -> None:
         """SIGTERM to every process group and to who left it; SIGKILL after the grace time or a second signal."""
+        for each in self._running:
+            each.stopped = each.code is None
+        until = time.monotonic() + delay
+        while time.monotonic() < until and any(each.code is None for each in self._running):
+            self._events(0.05)
         groups = {each.popen.pid for each in self._running}  # a leader may be gone, its children not
         strays = [pid for pid in system.descendants(os.getpid()) if system.group(pid) not in groups]
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGTERM)
         system.kill(strays, signal.SIGTERM)
-        for each in self._running:
-            each.stopped = each.code is None
         until = time.monotonic() + self.grace
         while time.monotonic() < until and not self._signals and system.descendants(os.getpid()):
             self._events(0.05)
         system.kill_descendants()
 
     def _drain(self) -> None:
-        """Read what is there, so that the last lines of a process that has ended are known."""
-        while any(isinstance(key.data, Stream) for key, _ in self._selector.select(0)):
+        """Read what those that have ended printed last. The others may print without end."""
+        ended = [stream for each in self._running if each.code is not None for stream in each.streams.values()]
+        until = time.monotonic() + 1.0
+        while any(key.data in ended for key, _ in self._selector.select(0)) and time.monotonic() < until:
             self._events(0)
 
     def _last_words(self) -> None:
         until = time.monotonic() + 2.0  # only a process that escaped us could hold a pipe open
         while time.monotonic() < until and any(isinstance(k.data, Stream) for k in self._selector.get_map().values()):
             self._events(0.05)
-
-
-def _is_echo(each: _Running) -> bool:
-    if each.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
-        return False  # nobody dies so because a peer is gone
-    return bool(_ECHO.search("\n".join(list(each.streams["stderr"].last)[-5:])))
-
-
-def _last_lines(each: _Running) -> list[str]:
-    lines = [line for line in (each.streams["stderr"].last or each.streams["stdout"].last) if line.strip()]
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    return lines[starts[-1] :] if starts else lines[-10:]

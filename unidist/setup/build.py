@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unidist.errors import SetupError
+from unidist.launch.plan import inherited
 from unidist.launch.processes import EndWithParent
 from unidist.setup import pythons, store
 from unidist.setup.progress import Progress
@@ -24,6 +25,7 @@ from unidist.setup.store import Environment
 
 PROBE_TIMEOUT = 180.0
 VENV = ("-m", "venv")
+FOREIGN = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER"}  # pip must look at its own place only
 GROWING = "unidist-growing"  # there while a stage is being installed
 
 
@@ -73,15 +75,13 @@ def _build(environment: Environment, interpreter: str, lacking: Sequence[Stage],
         growing.touch()
         if recipe.every:
             steps.run(f"{recipe.name}: {', '.join(recipe.every)}", _pip(environment, *recipe.every))
-    growing.touch()
     for stage in lacking:
-        # What is there already stays as it is: other stages were proven with it.
-        if stage.build:
-            wheel = _wheel(environment, stage.build, steps)
-            steps.run(f"{stage.name}: {wheel.name}", _pip(environment, "-c", _freeze(environment), str(wheel)))
-        if stage.packages:
-            install = _pip(environment, "-c", _freeze(environment), *stage.packages)
-            steps.run(f"{stage.name}: {', '.join(stage.packages)}", install)
+        wheels = [str(_wheel(environment, stage, stage.build, steps))] if stage.build else []
+        growing.touch()
+        if wheels or stage.packages:
+            # What is there already stays as it is: other stages were proven with it.
+            install = _pip(environment, "-c", _freeze(environment), *wheels, *stage.packages)
+            steps.run(f"{stage.name}: {', '.join([*map(os.path.basename, wheels), *stage.packages])}", install)
         steps.run(
             f"{stage.name}: probe",
             [str(environment.python), str(PROBES / stage.probe)],
@@ -89,19 +89,22 @@ def _build(environment: Environment, interpreter: str, lacking: Sequence[Stage],
             timeout=PROBE_TIMEOUT,
         )
         ready[stage.name] = {"key": stage.key, "versions": _versions(environment), "log": str(steps.path)}
-    growing.unlink()
-    environment.mark(interpreter, ready)
+        environment.mark(interpreter, ready)
+        growing.unlink()
 
 
-def _wheel(environment: Environment, build: SourceBuild, steps: _Steps) -> Path:
-    """The package built from source for this interpreter, from the cache when it was built before."""
-    key = hashlib.sha256(repr((build, environment.path.name)).encode()).hexdigest()[:12]
-    cache = store.home() / "wheels" / f"{build.requirement.partition('==')[0]}-{key}"
+def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: _Steps) -> Path:
+    """The package built from source against what is in this environment, from the cache when it was built before."""
+    against = [environment.recipe.stage(name).key for name in stage.after]
+    key = hashlib.sha256(repr((build, against, environment.path.name)).encode()).hexdigest()[:12]
+    name = build.requirement.partition("==")[0]
+    cache = store.home() / "wheels" / f"{name}-{key}"
     if found := next(cache.glob("*.whl"), None):
         return found
-    name = build.requirement.partition("==")[0]
     cache.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=cache.parent) as aside:
+    for left in cache.parent.glob(f"build-{key}-*"):  # by a build that was killed: we have the lock, nobody is at it
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"build-{key}-", dir=cache.parent) as aside:
         work = Path(aside)
         # Beside the environment, not in it: the old setuptools that the build needs is too old for others there.
         tools = str(work / "tools")
@@ -177,10 +180,7 @@ class _Steps:
     ) -> None:
         self._progress.begin(label)
         begun = time.monotonic()
-        # pip must look at its own environment only.
-        base = {
-            k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX")
-        }
+        base = {name: value for name, value in inherited().items() if name not in FOREIGN}
         with open(self.path, "ab") as log:
             log.write(f"\n## {label}\n$ {' '.join(command)}\n".encode())
             log.flush()

@@ -1,0 +1,122 @@
+"""The scripts that people copy, started the ways in which people start them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import on_ranks
+import unidist
+from conftest import ROOT
+from unidist.launch.environments import interpreter_for
+
+TIMEOUT = 300
+
+
+def environment(backend: str) -> tuple[str, dict[str, str]]:
+    python, variables = interpreter_for(backend)
+    return python, {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+
+
+def finish(process: subprocess.Popen) -> str:
+    """The output of a process that ended well."""
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {TIMEOUT} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+def start(command: list[str], env: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        env=env,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def curve(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
+
+
+def launcher(way: str, python: str) -> list[str]:
+    return {
+        "plain python": [python],
+        "torchrun": [python, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"],
+        "torch.distributed.launch": [
+            *[python, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node=2"],
+            f"--master_port={free_port()}",
+        ],
+        "unidist run": [sys.executable, "-m", "unidist", "run", "--backend=torch", "--nproc=2"],
+        "unidist run, 3 processes": [sys.executable, "-m", "unidist", "run", "--backend=torch", "--nproc=3"],
+    }[way]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def plain_curve() -> list[float]:
+    python, env = environment("torch")
+    output = finish(start([python, "examples/train.py", "--epochs=3"], env))
+    assert "1 process on 1 node from none" in output
+    assert len(curve(output)) == 3
+    return curve(output)
+
+
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [
+        ("torchrun", "torchrun (TORCHELASTIC_RUN_ID is set)"),
+        ("torch.distributed.launch", "torchrun (TORCHELASTIC_RUN_ID is set)"),
+        ("unidist run", "unidist (UNIDIST_RANK is set)"),
+        ("unidist run, 3 processes", "unidist (UNIDIST_RANK is set)"),
+    ],
+)
+def test_same_loss_curve_however_it_is_started(way, named, plain_curve):
+    python, env = environment("torch")
+    output = finish(start([*launcher(way, python), "examples/train.py", "--epochs=3"], env))
+    assert named in output
+    assert curve(output) == pytest.approx(plain_curve, abs=1e-5)
+
+
+def test_the_demo_learns():
+    output = finish(start([*launcher("unidist run", ""), "examples/train.py"], dict(os.environ)))
+    accuracy = re.findall(r"accuracy (\S+)", output)
+    assert float(accuracy[-1]) > 0.95, output
+
+
+@pytest.mark.parametrize("init", ["tcp", "file"])
+def test_three_terminals(init, tmp_path):
+    python, env = environment("torch")
+    where = f"tcp://127.0.0.1:{free_port()}" if init == "tcp" else f"file://{tmp_path}/meet"
+    terminals = [
+        start(
+            [python, "examples/three_terminals.py", f"--init-method={where}", f"--rank={rank}", "--world-size=3"], env
+        )
+        for rank in range(3)
+    ]
+    outputs = [finish(terminal) for terminal in terminals]
+    losses = curve(outputs[0])
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] / 2
+    assert [curve(output) for output in outputs[1:]] == [[], []]
+    assert not (tmp_path / "meet").exists()
+
+
+def test_a_function_on_two_processes():
+    """`unidist.launch`, as from a notebook."""
+    assert unidist.launch(on_ranks.add_ranks, nproc=2, backend="torch", args=(10,)) == [11.0, 11.0]

@@ -1,0 +1,64 @@
+"""Python values to strict JSON and back, unchanged: nan, infinities, tuples and integer keys included.
+
+What JSON has no form for is an object with one key that begins with "$": {"$float": "nan"}, {"$tuple": […]},
+{"$items": [[key, value], …]} (a dict with other keys than strings, or with keys that begin with "$" themselves).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from unidist.errors import UsageError
+
+DEEPEST = 100  # a value that holds itself would go on for ever
+
+
+def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
+    """`value` in terms that JSON has. What cannot come back as it was is refused, with the path to it."""
+    if depth > DEEPEST:
+        raise UsageError(f"{path[:200]}… is nested more than {DEEPEST} deep: does it hold itself?")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if type(value) in (list, tuple):
+        parts = [encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]
+        return {"$tuple": parts} if type(value) is tuple else parts
+    if isinstance(value, Mapping):
+        items = [(encode(key, f"{path} key {key!r}", depth + 1), value[key]) for key in value]
+        if any(not (key is None or isinstance(key, (str, int))) for key, _ in items):
+            raise UsageError(f"{path} has a key that is not a string, an int, a bool or None")
+        encoded = [(key, encode(each, f"{path}[{key!r}]", depth + 1)) for key, each in items]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in encoded):
+            return dict(encoded)
+        return {"$items": [list(pair) for pair in encoded]}
+    advice = ": put arrays among the arrays" if hasattr(value, "__array__") else ""
+    raise UsageError(
+        f"{path} is a {type(value).__name__}, a checkpoint's values are numbers, strings, bools, None, and dicts, "
+        f"lists and tuples of them{advice}"
+    )
+
+
+def decode(value: Any) -> Any:
+    """The inverse. A form that `encode` does not make raises ValueError."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    marks = [key for key in value if key.startswith("$")]
+    if not marks:
+        return {key: decode(each) for key, each in value.items()}
+    match value:
+        case {"$float": "nan" | "inf" | "-inf" as text} if len(value) == 1:
+            return float(text)
+        case {"$tuple": [*parts]} if len(value) == 1:
+            return tuple(decode(each) for each in parts)
+        case {"$items": [*pairs]} if len(value) == 1:
+            return {key: decode(each) for key, each in pairs}
+    raise ValueError(f"unknown form {marks[0]!r}")

@@ -1,0 +1,34 @@
+"""`unidist bench`: what unidist costs, measured beside the same loop written by hand."""
+
+from __future__ import annotations
+
+import argparse
+
+from unidist import registry
+from unidist.cli import main
+from unidist.errors import UsageError
+
+BENCHMARKS = {"step": "a training step: hand-written loop against unidist, interleaved"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure both sides in one run, in turn, and print the ratio: below 1 unidist is faster."
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<8}{text}" for name, text in BENCHMARKS.items())
+    add = parser.add_argument
+    add("benchmark", choices=BENCHMARKS)
+    add("-b", "--backend", default="torch")
+    add("-n", "--nproc", type=int, default=2)
+    add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend")
+    add("--rounds", type=int, default=21, help="how often each contestant runs (default: 21)")
+    add("--steps", type=int, default=100, help="steps in each run (default: 100)")
+
+
+def run(args: argparse.Namespace) -> int:
+    plugin = registry.plugin(args.backend)
+    if plugin.bench is None:
+        raise UsageError(f"backend {args.backend!r} brings no hand-written loops to compare with")
+    if args.rounds < 2 or args.steps < 1:
+        raise UsageError("a comparison needs --rounds of at least 2 and --steps of at least 1")
+    options = [f"--option={each}" for each in args.option]
+    program = ["-m", f"unidist.bench.{args.benchmark}", f"--rounds={args.rounds}", f"--steps={args.steps}"]
+    return main(["run", "--quiet", f"--backend={args.backend}", f"--nproc={args.nproc}", *options, *program])
