@@ -261,15 +261,15 @@ class Staleness:
         self.updates, self.total, self.worst = 0, 0, 0
 
     def start(self) -> None:
-        self._key, self._one = self._store.keys(1)[0], nd.ones(1)
+        self._key = self._store.keys(1)[0]
         if self._store.rank == 0:
             self._store.command("count", [self._key])
         self._store.kv.init(self._key, nd.zeros(1))
 
     def count(self) -> None:
-        answer = nd.empty(1)
-        self._store.kv.pushpull(self._key, self._one, out=answer)
-        self._waiting.append(answer)
+        counter = nd.ones(1)
+        self._store.kv.pushpull(self._key, counter)  # the answer takes the place of what was sent
+        self._waiting.append(counter)
         if len(self._waiting) > self.BEHIND:
             self._read()
 
