@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOOK_EVERY = 1.0
 MISSES = 3  # looks in a row: the scheduler may leave a moment before the others when all is well
 SILENCE = 5  # seconds without a heartbeat until a node counts as dead
-OBITUARY_FOR = 15.0  # seconds during which the cause can be read
+OBITUARY_FOR = 5.0  # seconds during which the cause can be read
 OPENING = b"unidist: "  # ZeroMQ opens with 0xff
 
 
