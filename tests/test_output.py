@@ -184,7 +184,7 @@ def test_a_real_terminal(monkeypatch):
                 data = os.read(main, 4096)
                 assert mark in data
                 if kind == "xterm":
-                    assert data == b"\ra label that is long enough  [==        \x1b[K"
+                    assert data == b"\ra label that is long enough  [==       \x1b[K"  # 39 columns
                 bar.close()
                 os.read(main, 4096)
     finally:

@@ -4,7 +4,8 @@ Importing this loads no framework and not numpy; a backend is loaded when a `Str
 """
 
 from unidist._version import __version__
-from unidist.backend import Backend, Capabilities, Plugin, Update
+from unidist.backend import Backend, Capabilities, Features, Plugin, Update
+from unidist.compression import PowerSGD, TopK
 from unidist.errors import UnidistError
 from unidist.launch.inline import launch
 from unidist.optim import SGD, Adam, AdamW, OptimizerSpec
@@ -17,9 +18,12 @@ __all__ = [
     "AdamW",
     "Backend",
     "Capabilities",
+    "Features",
     "OptimizerSpec",
     "Plugin",
+    "PowerSGD",
     "Strategy",
+    "TopK",
     "UnidistError",
     "Update",
     "World",

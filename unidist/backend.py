@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
+    from unidist.compression import Compression
+    from unidist.data.source import OwnLoader
     from unidist.launch.plan import Job, Process
     from unidist.world import World
+
+    Array = np.ndarray[Any, Any]
 
 Reduction = Literal["sum", "min", "max"]
 Tensor = Any  # the framework's own
@@ -43,6 +47,13 @@ class Capabilities:
     accumulate: bool | str = True
     clip_norm: bool | str = True
     native_optimizer: bool | str = True
+    optimizer_state: bool | str = True  # saved in a checkpoint
+    native_loader: bool | str = True  # the framework's own data loaders, and its worker processes for any data set
+    sync_batchnorm: bool | str = True
+    mixed_precision: bool | str = True
+    compression: bool | str = True
+    local_sgd: bool | str = True  # sync_every, average_gradients, average_parameters
+    compile: bool | str = True
     gpu: bool | str = True
 
 
@@ -61,6 +72,16 @@ class Plugin:
     # called with (world, options) in place of the training code, it returns when the job is over.
     serve: str | None = None
     bench: str | None = None  # module with `contestants(strategy)`, hand-written loops first, for `unidist bench`
+
+
+@dataclass(frozen=True)
+class Features:
+    """What `prepare` was asked for beyond the plain step; each has been checked against the capabilities."""
+
+    sync_batchnorm: bool = False  # batch statistics over all ranks
+    precision: Literal["bf16", "fp16"] | None = None  # of the forward pass; parameters stay as they are
+    compression: Compression | None = None  # of gradients on their way
+    local: bool = False  # gradients stay with their rank: nothing is exchanged unless an average is called for
 
 
 class Update(NamedTuple):
@@ -96,11 +117,11 @@ class Backend(ABC):
     def is_tensor(self, value: object) -> bool: ...
 
     @abstractmethod
-    def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+    def to_numpy(self, tensor: Tensor) -> Array:
         """A copy on the host that nothing will change later."""
 
     @abstractmethod
-    def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
+    def from_numpy(self, array: Array) -> Tensor:
         """The array on the device, same dtype. It may share memory: the caller gives the array away."""
 
     # -- collectives: every rank calls them with the same shape and dtype; the input is left unchanged ---------
@@ -120,7 +141,7 @@ class Backend(ABC):
     # -- models ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def prepare(self, model: Model, optimizer: Optimizer | None) -> tuple[Model, Optimizer | None]:
+    def prepare(self, model: Model, optimizer: Optimizer | None, features: Features) -> tuple[Model, Optimizer | None]:
         """Move to the device, make every rank equal to rank 0, arrange for gradients to be averaged.
 
         `optimizer` is one of unidist's specs, to be turned into the framework's own, or a native one.
@@ -135,8 +156,30 @@ class Backend(ABC):
         """Parameters and buffers by name, without any wrapper's prefix."""
 
     @abstractmethod
-    def load_state(self, model: Model, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def load_state(self, model: Model, arrays: Mapping[str, Array]) -> None:
         """Overwrite what `state` lists; names and shapes have been checked."""
+
+    @abstractmethod
+    def optimizer_state(self, model: Model, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, plain values) that make the optimizer go on as if nothing had happened. A tensor is named after
+        its parameter and what it is: "0.weight/velocity"; "first_moment" and "second_moment" for Adam."""
+
+    @abstractmethod
+    def load_optimizer_state(
+        self, model: Model, optimizer: Optimizer, arrays: Mapping[str, Array], values: Mapping[str, Any]
+    ) -> None:
+        """Take back what `optimizer_state` gave."""
+
+    @abstractmethod
+    def rng_state(self) -> dict[str, Array]:
+        """The framework's random generators, which dropout draws from."""
+
+    @abstractmethod
+    def load_rng_state(self, arrays: Mapping[str, Array]) -> None: ...
+
+    @abstractmethod
+    def average(self, model: Model, what: Literal["gradients", "parameters"]) -> None:
+        """Replace each by its mean over ranks, in place. For local SGD and loops of one's own."""
 
     @abstractmethod
     def evaluate(self, model: Model) -> AbstractContextManager[None]:
@@ -157,15 +200,15 @@ class Backend(ABC):
         """Do what `update` says, then clear the gradients."""
 
     def train_step(
-        self, model: Model, optimizer: Optimizer, loss_fn: Callable[..., Tensor]
-    ) -> Callable[[Sequence[Any], float, Update | None], Tensor]:
-        """The three above as one callable `(batch, weight, update) -> loss`; update None means accumulate only.
+        self, model: Model, optimizer: Optimizer, loss_fn: Callable[..., Tensor], compile: bool
+    ) -> Callable[[Sequence[Any], float, bool, Update | None], Tensor]:
+        """The three above as one callable `(batch, weight, sync, update) -> loss`; update None: accumulate only.
 
         Override it where the engine does better, or only can, with the whole step in hand.
         """
 
-        def run(batch: Sequence[Any], weight: float, update: Update | None) -> Tensor:
-            with self.forward(model, update is not None):
+        def run(batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> Tensor:
+            with self.forward(model, sync):
                 loss = loss_fn(model, *batch)
             self.backward(model, loss, weight)
             if update is not None:
@@ -173,3 +216,18 @@ class Backend(ABC):
             return loss
 
         return run
+
+    # -- the framework's own data loaders ----------------------------------------------------------------------
+
+    def open_loader(self, loader: object) -> OwnLoader | None:
+        """What is inside a data loader of the framework; None when this is not one."""
+        return None
+
+    def read_batches(
+        self, source: OwnLoader, batches: Sequence[Sequence[int]] | None
+    ) -> AbstractContextManager[Iterator[Any]]:
+        """Collated batches of the samples numbered in `batches`, on the device, read by `source.workers` processes.
+
+        For iterable data `batches` is None: each worker of each rank keeps every n-th element, as `data.stream` says.
+        """
+        raise NotImplementedError

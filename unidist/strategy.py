@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import builtins
 import json
-import math
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from unidist import registry
 from unidist._version import __version__
 from unidist.errors import PeerFailed, StateError, UnsupportedOperation, UsageError
-from unidist.training import Prepared, Schedule, Turn
+from unidist.trainer import Trainer
 from unidist.watch import Watch
 from unidist.world import World, detect
 
@@ -24,9 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from unidist.collectives import Collectives
+    from unidist.compression import Compression
     from unidist.data.batch import Scale
-    from unidist.data.loader import Drawn, Loader
-    from unidist.data.order import Epoch, Tail
+    from unidist.data.loader import Drawn
+    from unidist.data.order import Tail
+    from unidist.training import Schedule
 
 
 class Strategy:
@@ -62,12 +62,10 @@ class Strategy:
         self._backend = engine(found, settings, device, timeout)
         self._closed = False
         self._name = plugin.name
-        self._prepared: list[Prepared] = []
-        self._drawn: Drawn | None = None  # the training batch that the loop body is working on
         self._last_drawn: Drawn | None = None  # the batch, of any loader, that the next gather belongs to
         self._evaluating = 0
-        self._open: tuple[Any, Turn, str] | None = None  # spelled-out step: (model, turn, what has been done)
         self._watch = Watch(self._backend)
+        self._trainer = Trainer(self._backend, self._watch, self._require)
         if self.is_main:
             world, nodes = self.world, self.world.num_nodes
             self._say(
@@ -169,137 +167,157 @@ class Strategy:
 
     # -- training --------------------------------------------------------------------------------------------
 
-    def prepare(self, model: Any, optimizer: Any = None, *, accumulate: int = 1) -> Any:
+    def prepare(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        *,
+        accumulate: int = 1,
+        sync_every: int = 1,
+        sync_batchnorm: bool = False,
+        precision: Literal["bf16", "fp16"] | None = None,
+        compression: Compression | None = None,
+    ) -> Any:
         """Make the model ready to train: on the device, equal to rank 0's everywhere, gradients averaged.
 
         `optimizer` is `unidist.SGD`, `Adam`, `AdamW` or a native one that holds the model's parameters. Returns the
-        native (model, optimizer), or the model alone when no optimizer was given. With `accumulate=4` the loop does
-        not change: gradients of four batches make one update, and so does an incomplete group at the end of a pass.
+        native (model, optimizer), or the model alone when no optimizer was given.
+
+        accumulate      gradients of so many batches make one update, and so does an incomplete group at the end of
+                        a pass; the loop does not change
+        sync_every      local SGD: ranks go their own ways and average parameters after every so many updates and at
+                        the end of a pass; 0 leaves it to your calls of average_gradients and average_parameters
+        sync_batchnorm  batch normalisation over the global batch
+        precision       "bf16" or "fp16" in the forward pass; the loss is scaled where fp16 needs it
+        compression     of gradients on their way: "fp16", "bf16", `unidist.TopK`, `unidist.PowerSGD`
         """
         self._require_open()
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise UsageError(f"accumulate is {accumulate!r}, it must be a whole number above 0")
-        if accumulate > 1:
-            self._require("accumulate")
         from unidist.same_start import compare_ranks
 
         notice = compare_ranks(self._backend.state(model), self._backend.to_numpy, self._collectives)
         if notice and self.is_main:
             self._say(f"unidist: {notice}")
-        schedule = None if optimizer is None else Schedule(optimizer, accumulate, self.capabilities.lockstep is True)
-        model, optimizer = self._backend.prepare(model, optimizer)
-        self._prepared = [each for each in self._prepared if each.model() is not None]
-        if schedule is not None:
-            self._prepared.append(Prepared(weakref.ref(model), weakref.ref(optimizer), schedule))
-        return model if optimizer is None else (model, optimizer)
+        return self._trainer.prepare(
+            model,
+            optimizer,
+            accumulate=accumulate,
+            sync_every=sync_every,
+            sync_batchnorm=sync_batchnorm,
+            precision=precision,
+            compression=compression,
+        )
 
     def train_step(
-        self, model: Any, optimizer: Any, loss_fn: Callable[..., Any], *, clip_norm: float | None = None
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: Callable[..., Any],
+        *,
+        clip_norm: float | None = None,
+        compile: bool = False,
     ) -> Callable[..., Any]:
         """One callable for the whole step: `step(x, y)` computes `loss_fn(model, x, y)`, and trains on it.
 
         It returns this rank's share of the loss: `strategy.mean` of it is the mean over the global batch, also when
-        the ranks' batches differ in size.
+        the ranks' batches differ in size. `compile` hands the model to the framework's compiler.
         """
         self._require_open()
-        schedule = self._schedule_of(model, optimizer)
-        self._check_clip(clip_norm)
-        run = self._backend.train_step(model, optimizer, _scalar(loss_fn))
-        watch = self._watch
+        return self._trainer.train_step(model, optimizer, loss_fn, clip_norm, compile)
 
-        def step(*batch: Any) -> Any:
-            drawn = self._drawn
-            if drawn is not None and drawn.real < drawn.rows and drawn.real:
-                batch = _without_padding(batch, drawn)
-            turn = schedule.turn(drawn)
-            watch.step(schedule.updates)
-            loss = run(batch, turn.weight, schedule.update(turn, clip_norm) if turn.closes else None)
-            return loss if drawn is None or drawn.weight == 1.0 else loss * drawn.weight
-
-        return step
-
-    @contextmanager
-    def forward(self, model: Any = None) -> Iterator[None]:
+    def forward(self, model: Any = None) -> AbstractContextManager[None]:
         """The spelled-out step, first part: compute the loss inside. Name the model when several are prepared."""
         self._require_open()
-        self._require("spelled_out")
-        if self._open is not None:
-            raise StateError(
-                f"forward() again, but the last step was left after {self._open[2]}(): finish it with step()"
-            )
-        model, schedule = self._the_model(model)
-        drawn = self._drawn
-        if drawn is not None and 0 < drawn.real < drawn.rows:
-            raise UnsupportedOperation(
-                f"this batch holds {drawn.rows - drawn.real} rows of padding that your loss would average over: use "
-                "tail='keep', or train_step, which leaves them out"
-            )
-        turn = schedule.turn(drawn)
-        self._open = (model, turn, "forward")
-        try:
-            with self._backend.forward(model, turn.closes):
-                yield
-        except BaseException:
-            self._open = None
-            raise
+        return self._trainer.forward(model)
 
     def backward(self, loss: Any) -> None:
         """The spelled-out step, second part: gradients of the mean over all ranks."""
-        if self._open is None or self._open[2] != "forward":
-            raise StateError(
-                "backward() needs a loss that was computed inside `with strategy.forward():`, once for each"
-            )
-        model, turn, _ = self._open
-        self._open = None
-        _check_scalar(loss)
-        self._watch.step(self._the_model(model)[1].updates)
-        self._backend.backward(model, loss, turn.weight)
-        self._open = (model, turn, "backward")
+        self._require_open()
+        self._trainer.backward(loss)
 
     def step(self, optimizer: Any, *, clip_norm: float | None = None) -> bool:
         """The spelled-out step, last part: clip, apply, clear. True when an update was made."""
-        if self._open is None or self._open[2] != "backward":
-            raise StateError("step() comes after backward(loss)")
-        model, turn, _ = self._open
-        schedule = self._schedule_of(model, optimizer)
-        self._check_clip(clip_norm)
-        self._open = None
-        if turn.closes:
-            self._backend.apply(model, optimizer, schedule.update(turn, clip_norm))
-        return turn.closes
+        self._require_open()
+        return self._trainer.step(optimizer, clip_norm)
+
+    def average_gradients(self, model: Any) -> None:
+        """Replace every gradient by its mean over ranks, between backward and step: for `prepare(…, sync_every=0)`."""
+        self._average(model, "gradients")
+
+    def average_parameters(self, model: Any) -> None:
+        """Replace every parameter by its mean over ranks: the end of a stretch of local SGD."""
+        self._average(model, "parameters")
+
+    def _average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
+        self._require_open()
+        self._require("local_sgd")
+        self._watch.before(f"average {what}")
+        self._backend.average(model, what)
 
     def unwrap(self, model: Any) -> Any:
         """Your own model inside what `prepare` returned."""
         return self._backend.unwrap(model)
 
-    def _check_clip(self, clip_norm: float | None) -> None:
-        if clip_norm is None:
-            return
-        self._require("clip_norm")
-        if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm!r}, it must be a number above 0")
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _schedule_of(self, model: Any, optimizer: Any) -> Schedule:
-        for each in self._prepared:
-            if each.model() is model and each.optimizer() is optimizer:
-                return each.schedule
-        raise UsageError("this model and optimizer do not come from one `prepare` call: use the two that it returned")
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        loader: Any = None,
+        keep: int | None = None,
+        **values: Any,
+    ) -> None:
+        """Write a checkpoint: a directory of safetensors and JSON, complete or not there at all. Every rank calls it.
 
-    def _the_model(self, model: Any) -> tuple[Any, Schedule]:
-        trained = [(each.model(), each.schedule) for each in self._prepared if each.model() is not None]
-        if model is None and len(trained) == 1:
-            return trained[0]
-        for each, schedule in trained:
-            if each is model:
-                return each, schedule
-        if model is None:
-            problem = (
-                "several models are prepared: say forward(model)"
-                if trained
-                else "prepare(model, optimizer) comes first"
+        `values` are your own: numbers, strings, lists, dicts. With `keep=3`, `path` is a folder of the last three,
+        numbered by updates.
+        """
+        self._require_open()
+        from unidist import saving
+
+        schedule = self._checkpointed(model, optimizer)
+        with self._watch.paused():
+            saving.save(
+                path,
+                self._backend,
+                self._collectives,
+                model=model,
+                optimizer=optimizer,
+                schedule=schedule,
+                loader=loader,
+                keep=keep,
+                values=values,
             )
-            raise StateError(f"forward(): {problem}")
-        raise UsageError("forward(model): this model was not returned by prepare(model, optimizer)")
+
+    def load(
+        self, path: str | os.PathLike[str], *, model: Any = None, optimizer: Any = None, loader: Any = None
+    ) -> dict[str, Any]:
+        """Go on where `save` was, on this or another number of ranks; returns your own values.
+
+        A folder written with `keep=` is read at its latest. What does not fit raises `CheckpointError`, and changes
+        nothing.
+        """
+        self._require_open()
+        from unidist import saving
+
+        schedule = self._checkpointed(model, optimizer)
+        with self._watch.paused():
+            return saving.load(path, self._backend, model=model, optimizer=optimizer, schedule=schedule, loader=loader)
+
+    def _checkpointed(self, model: Any, optimizer: Any) -> Schedule | None:
+        if optimizer is None:
+            return None
+        if model is None:
+            raise UsageError("optimizer= needs model= too: its state is named after the model's parameters")
+        self._require("optimizer_state")
+        schedule = self._trainer.schedule_of(model, optimizer)
+        if schedule.in_group:
+            raise StateError(
+                "in the middle of an accumulation group its gradients would be lost: save or load after an update"
+            )
+        return schedule
 
     # -- data and evaluation ---------------------------------------------------------------------------------
 
@@ -309,14 +327,22 @@ class Strategy:
         *,
         per_device_batch: int | None = None,
         global_batch: int | None = None,
-        shuffle: bool = False,
+        shuffle: bool | None = None,
         seed: int = 0,
-        tail: Tail = "keep",
+        tail: Tail | None = None,
         scale: Scale | None = None,
         prefetch: bool = True,
         keep_float64: bool = False,
-    ) -> Loader:
-        """Batches of this rank's share of `data`: arrays, .npy paths (read as memory maps), tuples or dicts of them.
+        workers: int | None = None,
+        pin_memory: bool | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
+        """Batches of this rank's share of `data`, on the device. `data` is one of
+
+        - arrays, .npy paths (read as memory maps), tuples or dicts of them: gathered by index, many batches at once;
+        - a data set with `len()` and `[i]`, read by the framework's own loader in `workers` processes;
+        - a data loader of the framework, which keeps its batch size, collation and workers, and is given our order;
+        - anything else that can be iterated: a stream, of which each rank keeps its part.
 
         Give one of `per_device_batch` and `global_batch`; `loader.batch` shows the arithmetic. `shuffle` reorders by
         (seed, epoch), the same on every backend and world size. `tail` says what becomes of the last, incomplete
@@ -324,38 +350,39 @@ class Strategy:
         `scale="linear"` or "sqrt" makes `loader.batch.lr_scale` the factor for a rate tuned on one device.
         """
         self._require_open()
-        from unidist.data.batch import Batch
-        from unidist.data.loader import Loader
+        from unidist.data.factory import make_loader
+        from unidist.data.loader import Listener
 
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise UsageError(f"seed is {seed!r}, it must be a whole number from 0 to below 2**63")
-        batch = Batch.of(
-            per_device_batch, global_batch, devices=self._backend.devices, workers=self.world_size, scale=scale
-        )
-        return Loader(
+        return make_loader(
             data,
-            batch,
-            rank=self.rank,
+            self._backend,
+            Listener(self._on_batch, self._on_end),
+            self._collectives.all_gather,
+            self._require,
+            per_device_batch=per_device_batch,
+            global_batch=global_batch,
             shuffle=shuffle,
             seed=seed,
             tail=tail,
+            scale=scale,
             prefetch=prefetch,
             keep_float64=keep_float64,
-            to_device=self._backend.from_numpy,
-            on_batch=self._on_batch,
-            on_end=self._on_end,
+            workers=workers,
+            pin_memory=pin_memory,
+            collate=collate,
         )
 
     def _on_batch(self, drawn: Drawn) -> None:
         """The loader tells what it hands out: the weight of a training batch and the order in gather depend on it."""
         self._last_drawn = drawn
         if not self._evaluating:
-            self._drawn = drawn
+            self._trainer.drawn = drawn
 
-    def _on_end(self, epoch: Epoch) -> None:
+    def _on_end(self, origin: object) -> None:
         """A pass was finished or left: later steps on data from elsewhere must not inherit its weights."""
-        if self._drawn is not None and self._drawn.epoch is epoch:
-            self._drawn = None
+        drawn = self._trainer.drawn
+        if drawn is not None and drawn.origin is origin:
+            self._trainer.drawn = None
 
     @contextmanager
     def evaluate(self, model: Any) -> Iterator[None]:
@@ -383,7 +410,10 @@ class Strategy:
         import numpy as np
 
         from unidist.data.gather import in_order
+        from unidist.data.order import Epoch
 
+        if not isinstance(drawn.origin, Epoch):
+            raise UnsupportedOperation("gather() needs an order of samples, and a stream has none: use all_gather")
         first = 0
         if not isinstance(values, (list, tuple)):
             values, first = [values], drawn.step
@@ -394,7 +424,22 @@ class Strategy:
         arrays = [
             self._backend.to_numpy(each) if self._backend.is_tensor(each) else np.asarray(each) for each in values
         ]
-        return in_order(arrays, drawn.epoch, first, self.rank, self._collectives.all_gather)
+        return in_order(arrays, drawn.origin, first, self.rank, self._collectives.all_gather)
+
+    def predict(self, model: Any, loader: Any, function: Callable[..., Any] | None = None) -> np.ndarray[Any, Any]:
+        """The model's output for every sample, from all ranks, as one numpy array in data-set order.
+
+        `function(model, batch)` says what to compute; not given, the model is called with the batch, or with its
+        first part where the batch is a tuple.
+        """
+
+        def apply(batch: Any) -> Any:
+            if function is not None:
+                return function(model, batch)
+            return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+        with self.evaluate(model):
+            return self.gather([apply(batch) for batch in loader])
 
     def mean(self, values: Any) -> float:
         """The mean over all ranks of a number, an array, or a list of them such as the losses of an epoch."""
@@ -478,32 +523,3 @@ def _with_launch_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
                 f"option {key} is {value!r} in Strategy(…) and {launched[key]!r} in `unidist run --option`: keep one"
             )
     return launched | given
-
-
-def _check_scalar(loss: Any) -> None:
-    shape = getattr(loss, "shape", None)
-    if shape is None:
-        raise UsageError(f"the loss is a {type(loss).__name__}, it must be a tensor that the model computed")
-    if shape and math.prod(shape) != 1:
-        raise UsageError(
-            f"the loss has shape {tuple(shape)}, it must be one number, the mean over the local batch: call .mean()"
-        )
-
-
-def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*arguments: Any) -> Any:
-        loss = loss_fn(*arguments)
-        _check_scalar(loss)
-        return loss
-
-    return checked
-
-
-def _without_padding(value: Any, drawn: Drawn) -> Any:
-    """The rows of a batch that are samples; what is not a batch passes through."""
-    if isinstance(value, dict):
-        return {key: _without_padding(each, drawn) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_without_padding(each, drawn) for each in value)
-    shape = getattr(value, "shape", None)
-    return value[: drawn.real] if shape and shape[0] == drawn.rows else value

@@ -89,13 +89,31 @@ def _whole(name: str, value: object, least: int) -> None:
 
 def capabilities(options: MxnetOptions) -> Capabilities:
     """What is promised depends on the mode."""
-    promised = {"gpu": "written for CUDA builds of MXNet, not run by the tests: they have no GPU"}
+    promised = {
+        "gpu": "written for CUDA builds of MXNet, not run by the tests: they have no GPU",
+        "sync_batchnorm": (
+            "MXNet's SyncBatchNorm covers the devices of one worker only: put gluon.contrib.nn.SyncBatchNorm into the "
+            "model for those, or make the batch of each device larger"
+        ),
+        "mixed_precision": (
+            "MXNet 1.9 switches precision for the whole process, not for one model, and computes float16 on GPUs only: "
+            "call model.cast('float16') there, with multi_precision=True in an mx.optimizer one"
+        ),
+        "compression": "the KVStore has a compression of its own: use the option compression='2bit'",
+    }
     if options.device_count > 1:
         promised["spelled_out"] = "one process drives several devices here: use train_step, which splits the batch"
     if options.server_updates:
         promised["clip_norm"] = (
             "the servers update each parameter by itself and never see the whole gradient: use update_on='worker' "
             "with dist_sync or dist_device_sync"
+        )
+        promised["optimizer_state"] = (
+            "the servers hold it, and MXNet cannot read it back: save the model alone, or use update_on='worker' with "
+            "dist_sync or dist_device_sync"
+        )
+        promised["local_sgd"] = (
+            "the servers hold the parameters, so no worker can go on alone: use update_on='worker' with dist_sync"
         )
     if options.compression != "none":
         promised["synchronous"] = "gradients are rounded to 2 bits: leave compression out for exact steps"
@@ -115,5 +133,6 @@ plugin = Plugin(
     capabilities=capabilities(MxnetOptions()),
     implied_by="DMLC_ROLE",
     plan=plan,
+    bench="unidist_mxnet.bench",
     serve="unidist_mxnet.roles:serve",
 )

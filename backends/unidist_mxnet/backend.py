@@ -10,18 +10,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, nd
 
-from unidist import Backend, Update, World
+from unidist import Backend, Features, Update, World
 from unidist.backend import Reduction
 from unidist.control import Control, ControlServer, connect_from_env
+from unidist.data.source import OwnLoader
 from unidist.errors import StateError, UsageError
 from unidist.watch import own_interface
-from unidist_mxnet import MxnetOptions, capabilities
+from unidist_mxnet import MxnetOptions, capabilities, loading
 from unidist_mxnet.arrays import from_numpy, kind_like
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.exchange import Exchange
@@ -129,7 +130,7 @@ class MxnetBackend(Backend):
         return isinstance(value, nd.NDArray)
 
     def to_numpy(self, tensor: nd.NDArray) -> np.ndarray:
-        return tensor.asnumpy()
+        return np.asarray(tensor.asnumpy())
 
     def from_numpy(self, array: np.ndarray) -> nd.NDArray:
         return from_numpy(array, self._contexts[0])
@@ -154,7 +155,7 @@ class MxnetBackend(Backend):
 
     # -- models
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         check_model(model)
         parameters = collect(model)
         trainable = [each for each in parameters.values() if each.grad_req != "null"]
@@ -164,7 +165,7 @@ class MxnetBackend(Backend):
         for each in parameters.values():
             if each.list_ctx() != self._contexts:
                 each.reset_ctx(self._contexts)
-        trained, optimizer = self._make(parameters, optimizer, native)
+        trained, optimizer = self._make(parameters, optimizer, native, features.local)
         self._trained[model] = trained
         if any(is_deferred(each) for each in parameters.values()):
             self._start_at_first_call(model, trained)
@@ -172,9 +173,9 @@ class MxnetBackend(Backend):
             trained.start(self._rank_0_leads)
         return model, optimizer
 
-    def _make(self, parameters: Mapping[str, Any], optimizer: Any, native: Any) -> tuple[Trained, Any]:
-        lockstep = self.capabilities.lockstep is True
-        arguments = (list(parameters.values()), self._store, self._exchange, self.world.world_size if lockstep else 1)
+    def _make(self, parameters: dict[str, Any], optimizer: Any, native: Any, local: bool) -> tuple[Trained, Any]:
+        alone = local or self.capabilities.lockstep is not True
+        arguments = (parameters, self._store, self._exchange, 1 if alone else self.world.world_size)
         if optimizer is None:
             return Trained(*arguments), None
         if self.options.server_updates and self._store.distributed:
@@ -217,6 +218,29 @@ class MxnetBackend(Backend):
         if isinstance(trained, UpdatedByServer):
             trained.push_values(self.world.rank == 0)
 
+    def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
+        return self._trained[model].optimizer_state()
+
+    def load_optimizer_state(
+        self, model: Any, optimizer: Any, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        self._trained[model].load_optimizer_state(arrays, values)
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        # MXNet's generators can be seeded, not read. So both this run and a resumed one go on from a drawn seed.
+        seed = int(mx.nd.random.randint(0, 2**31 - 1, dtype="int32").asscalar())
+        mx.random.seed(seed)
+        return {"mxnet": np.array([seed])}
+
+    def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if "mxnet" in arrays:
+            mx.random.seed(int(arrays["mxnet"][0]))
+
+    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
+        if model not in self._trained:
+            raise UsageError("average: this model was not returned by prepare()")
+        self._trained[model].average(what, self.world.world_size)
+
     @contextmanager
     def evaluate(self, model: Any) -> Iterator[None]:
         self._even_out(model)
@@ -254,14 +278,18 @@ class MxnetBackend(Backend):
         self._trained[model].apply(update)
 
     def train_step(
-        self, model: Any, optimizer: Any, loss_fn: Callable[..., nd.NDArray]
-    ) -> Callable[[Sequence[Any], float, Update | None], nd.NDArray]:
+        self, model: Any, optimizer: Any, loss_fn: Callable[..., nd.NDArray], compile: bool
+    ) -> Callable[[Sequence[Any], float, bool, Update | None], nd.NDArray]:
+        if compile:
+            if not isinstance(model, mx.gluon.HybridBlock):
+                raise UsageError(f"compile=True hybridizes, and {type(model).__name__} is no gluon.HybridBlock")
+            model.hybridize()
         if self.devices == 1:
-            return super().train_step(model, optimizer, loss_fn)
+            return super().train_step(model, optimizer, loss_fn, compile)
         trained = self._trained[model]
 
-        def run(batch: Sequence[Any], weight: float, update: Update | None) -> nd.NDArray:
-            trained.open(update is not None)
+        def run(batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> nd.NDArray:
+            trained.open(sync)
             with autograd.record():
                 parts = [(share, loss_fn(model, *part)) for share, part in split(batch, self._contexts)]
             trained.backward([loss for _, loss in parts], [weight * share for share, _ in parts])
@@ -271,3 +299,11 @@ class MxnetBackend(Backend):
             return sum(loss.as_in_context(first) * share for share, loss in parts)
 
         return run
+
+    # -- the framework's own data loaders
+
+    def open_loader(self, loader: object) -> OwnLoader | None:
+        return loading.open_loader(loader)
+
+    def read_batches(self, source: OwnLoader, batches: Any) -> AbstractContextManager[Iterator[Any]]:
+        return loading.read_batches(source, batches, self._contexts[0])

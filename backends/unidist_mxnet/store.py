@@ -99,6 +99,13 @@ class Store:
         else:
             self.kv.pushpull(key, values, out=None if out is values else out, priority=priority)
 
+    def sum(self, key: int, array: mx.nd.NDArray, priority: int, exchange: Any) -> None:
+        """Over all workers, in place. Not through a compressed store: only gradients bear that."""
+        if self.kv is not None and not self._compressed:
+            self.kv.pushpull(key, array, priority=priority)
+        else:
+            array[:] = mx.nd.array(exchange.reduce(array.asnumpy(), "sum"), dtype=array.dtype)
+
     def tell_all(self, card: bytes) -> bytes:
         """The card of KVStore rank 0, on every worker."""
         numbers = np.zeros(CARD, dtype=np.float32)

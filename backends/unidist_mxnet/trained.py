@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -14,6 +14,7 @@ from unidist.backend import Update
 from unidist.errors import UsageError
 from unidist_mxnet.exchange import Exchange
 from unidist_mxnet.optimizers import set_rate
+from unidist_mxnet.saved import restore_state, saved_state
 from unidist_mxnet.store import Store
 
 
@@ -21,9 +22,11 @@ class Trained:
     """Gradients are the mean over ranks as soon as `backward` has synchronised them: losses are divided beforehand,
     so that the sum, which is all a KVStore knows, is the mean."""
 
-    def __init__(self, parameters: Sequence[Any], store: Store, exchange: Exchange, divisor: int) -> None:
-        self.parameters = list({id(each): each for each in parameters}.values())  # a shared one counts once
+    def __init__(self, parameters: dict[str, Any], store: Store, exchange: Exchange, divisor: int) -> None:
+        names = {id(each): name for name, each in reversed(parameters.items())}  # a shared one counts once
+        self.parameters = [each for name, each in parameters.items() if names[id(each)] == name]
         self.trainable = [each for each in self.parameters if each.grad_req != "null"]
+        self.names = [names[id(each)] for each in self.trainable]
         self._store, self._exchange, self._divisor = store, exchange, divisor
         self._heads: dict[Any, nd.NDArray] = {}
         self.sync = True
@@ -92,6 +95,18 @@ class Trained:
         for n, (key, gradients) in enumerate(zip(self.keys, self._by_key, strict=True)):
             self._store.pushpull(key, gradients, gradients, -n)
 
+    def average(self, what: str, size: int) -> None:
+        """The mean over ranks, in place."""
+        if size == 1:
+            return
+        arrays = self.gradients if what == "gradients" else self.weights
+        for n, (key, first) in enumerate(zip(self.keys, arrays[0], strict=True)):
+            mean = first.copy()
+            self._store.sum(key, mean, -n, self._exchange)
+            mean /= size
+            for device in arrays:
+                mean.copyto(device[n])
+
     def _head(self, loss: nd.NDArray, weight: float) -> nd.NDArray:
         weight /= self._divisor
         key = (weight, loss.context, loss.shape, loss.dtype)
@@ -133,6 +148,8 @@ class UpdatedByWorker(Trained):
         self.updaters = [mx.optimizer.get_updater(each) for each in shared]
 
     def apply(self, update: Update) -> None:
+        if not self.sync and len(self.gradients) > 1:
+            self._sum_over_devices()
         scale = self._scale * update.rescale
         if update.clip_norm is not None:
             squares = nd.multi_sum_sq(*self.gradients[0], num_arrays=len(self.gradients[0]))
@@ -149,6 +166,22 @@ class UpdatedByWorker(Trained):
             updater(self._indices, gradients, weights)
         if self.adding:
             self.clear()
+
+
+    def _sum_over_devices(self) -> None:
+        """In local SGD the store, which does it otherwise, is not asked."""
+        for gradients in self._by_key:
+            for other in gradients[1:]:
+                gradients[0] += other.as_in_context(gradients[0].context)
+            for other in gradients[1:]:
+                gradients[0].copyto(other)
+
+    def optimizer_state(self) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
+        return saved_state(self.updaters[0], self.names)
+
+    def load_optimizer_state(self, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]) -> None:
+        for updater, weights in zip(self.updaters, self.weights, strict=True):
+            restore_state(updater, self.names, weights, arrays, values)
 
 
 class UpdatedByServer(Trained):

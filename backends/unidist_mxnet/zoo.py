@@ -38,3 +38,17 @@ def per_sample_loss(model, x, y):
 
 def native_sgd(model, lr):
     return mx.gluon.Trainer(model.collect_params(), "sgd", {"learning_rate": lr})
+
+
+def local_step(model, x, y, lr):
+    """One plain SGD step on this process alone."""
+    with mx.autograd.record():
+        loss = cross_entropy(model, x, y)
+    loss.backward()
+    for parameter in model.collect_params().values():
+        if parameter.grad_req != "null":
+            parameter.set_data(parameter.data() - lr * parameter.grad())
+
+
+def data_loader(dataset, batch_size, shuffle):
+    return mx.gluon.data.DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from unidist import SGD, Adam, AdamW, Backend, OptimizerSpec, Update, World
+from unidist import SGD, Adam, AdamW, Backend, Features, OptimizerSpec, Update, World
 from unidist.backend import Reduction
+from unidist.data.source import OwnLoader
 from unidist.errors import CommunicationError, PeerFailed, StateError, UnsupportedOperation, UsageError
-from unidist_torch import TorchOptions, plugin
+from unidist_torch import TorchOptions, batchnorm, compression, loading, plugin
 from unidist_torch.devices import pick_device, pick_transport
 
+# What unidist's checkpoints call an optimizer's tensors, so that another framework can read them.
+PORTABLE = {"momentum_buffer": "velocity", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -37,6 +42,9 @@ class TorchBackend(Backend):
         self.version = torch.__version__
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self._from_spec: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose settings the user's code holds
+        self._precision: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
+        self._scalers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # model -> GradScaler
         self._meet(transport, timeout)
 
     def _meet(self, transport: str, timeout: float) -> None:
@@ -84,10 +92,15 @@ class TorchBackend(Backend):
             ) from error
 
     def close(self, failed: bool) -> None:
-        if failed:
-            return  # destroying the group may wait for peers; the end of the process closes the sockets anyway
-        self.barrier()  # rank 0 hosts the store: it must not leave first
-        dist.destroy_process_group()
+        if not failed:
+            self.barrier()  # rank 0 hosts the store: it must not leave first
+            dist.destroy_process_group()
+            return
+        # Left undestroyed, the group's threads make the process abort at its end and hide its own error; but destroying
+        # it may wait for an operation under way, and so for peers.
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(timeout=2.0)
 
     # -- tensors
 
@@ -149,19 +162,24 @@ class TorchBackend(Backend):
 
     # -- models
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         if isinstance(model, DistributedDataParallel):
             raise UsageError(
                 "the model is wrapped in DistributedDataParallel already: pass the bare module, prepare wraps it"
             )
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"the torch backend prepares a torch.nn.Module, not a {type(model).__name__}")
+        if features.sync_batchnorm:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                _check_optimizer(optimizer, model)
+            model = batchnorm.convert(model, self._device.type == "cuda")
         model.to(self._device)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if isinstance(optimizer, OptimizerSpec):
             if not trainable:
                 raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
             optimizer = _native_optimizer(optimizer, trainable)
+            self._from_spec.add(optimizer)
         elif optimizer is not None:
             _check_optimizer(optimizer, model)
         if not trainable:  # DDP refuses such a model; all it would do is the broadcast
@@ -177,6 +195,12 @@ class TorchBackend(Backend):
             # True is DDP's default; to name it would bring its warning about the name.
             **({} if self.options.broadcast_buffers else {"broadcast_buffers": False}),
         )
+        if features.compression is not None:
+            compression.register(wrapped, features.compression)
+        if features.precision is not None:
+            self._precision[wrapped] = {"bf16": torch.bfloat16, "fp16": torch.float16}[features.precision]
+            if features.precision == "fp16":  # its small gradients would vanish
+                self._scalers[wrapped] = torch.amp.GradScaler(self._device.type)
         return wrapped, optimizer
 
     def unwrap(self, model: Any) -> Any:
@@ -190,6 +214,55 @@ class TorchBackend(Backend):
         with torch.no_grad():
             for name, array in arrays.items():
                 state[name].copy_(torch.from_numpy(np.array(array)))
+
+    def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Any] = {}
+        for name, parameter in self.unwrap(model).named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{PORTABLE.get(key, key)}"] = value
+                elif value is not None:
+                    values.setdefault("state", {})[f"{name}/{key}"] = value
+        values["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        if model in self._scalers:
+            values["scaler"] = self._scalers[model].state_dict()
+        return tensors, values
+
+    def load_optimizer_state(
+        self, model: Any, optimizer: Any, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        native = {portable: key for key, portable in PORTABLE.items()}
+        parameters = dict(self.unwrap(model).named_parameters())
+        optimizer.state.clear()
+        for name, array in arrays.items():
+            parameter, _, key = name.rpartition("/")
+            # A step count stays on the host, where torch's optimizers look for it.
+            device = self._device if array.shape == tuple(parameters[parameter].shape) and array.ndim else "cpu"
+            tensor = torch.from_numpy(np.array(array)).to(device)
+            if key in native:
+                tensor = tensor.to(parameters[parameter].dtype)
+            optimizer.state[parameters[parameter]][native.get(key, key)] = tensor
+        for name, value in values.get("state", {}).items():
+            parameter, _, key = name.rpartition("/")
+            optimizer.state[parameters[parameter]][key] = value
+        if optimizer not in self._from_spec:  # torch's habit: a native optimizer's settings come from the checkpoint
+            for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
+                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        if model in self._scalers and "scaler" in values:
+            self._scalers[model].load_state_dict(values["scaler"])
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        states = {"torch": torch.get_rng_state().numpy()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device).numpy()
+        return states
+
+    def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if "torch" in arrays:
+            torch.set_rng_state(torch.from_numpy(np.array(arrays["torch"])))
+        if "cuda" in arrays and self._device.type == "cuda":
+            torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["cuda"])), self._device)
 
     @contextmanager
     def evaluate(self, model: Any) -> Iterator[None]:
@@ -214,13 +287,27 @@ class TorchBackend(Backend):
     # -- a training step
 
     def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
+        if model in self._precision:
+            return self._mixed(model, sync)
         return nullcontext() if sync else model.no_sync()
 
+    @contextmanager
+    def _mixed(self, model: Any, sync: bool) -> Iterator[None]:
+        with nullcontext() if sync else model.no_sync(), torch.autocast(self._device.type, self._precision[model]):
+            yield
+
     def backward(self, model: Any, loss: torch.Tensor, weight: float) -> None:
-        (loss if weight == 1.0 else loss * weight).backward()  # DDP averages over ranks
+        if weight != 1.0:
+            loss = loss * weight
+        if model in self._scalers:
+            loss = self._scalers[model].scale(loss)
+        loss.backward()  # DDP averages over ranks
 
     def apply(self, model: Any, optimizer: Any, update: Update) -> None:
         rescale, clip_norm, lr = update
+        scaler = self._scalers.get(model)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if rescale != 1.0 or clip_norm is not None:
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if rescale != 1.0:
@@ -230,8 +317,41 @@ class TorchBackend(Backend):
         if lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)  # leaves an overflowed update out, on all ranks alike: their gradients are the same
+            scaler.update()
         optimizer.zero_grad()
+
+    def train_step(self, model: Any, optimizer: Any, loss_fn: Callable[..., Any], compile: bool) -> Callable[..., Any]:
+        if compile:
+            self.unwrap(model).compile()
+        return super().train_step(model, optimizer, loss_fn, compile)
+
+    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if what == "gradients":
+            for parameter in trained:
+                if parameter.grad is None:  # on another rank it may be there
+                    parameter.grad = torch.zeros_like(parameter)
+        tensors = [p.grad if what == "gradients" else p.data for p in trained]
+        for dtype in {tensor.dtype for tensor in tensors}:
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            with self._translated(f"average {what}", flat):
+                dist.all_reduce(flat)
+            parts = flat.div_(self.world.world_size).split([tensor.numel() for tensor in alike])
+            for tensor, part in zip(alike, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    # -- the framework's own data loaders
+
+    def open_loader(self, loader: object) -> OwnLoader | None:
+        return loading.open_loader(loader, self.world)
+
+    def read_batches(self, source: OwnLoader, batches: Any) -> AbstractContextManager[Iterator[Any]]:
+        return loading.read_batches(source, batches, self._device)
 
 
 def _native_optimizer(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:

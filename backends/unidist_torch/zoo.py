@@ -26,3 +26,16 @@ def per_sample_loss(model, x, y):
 
 def native_sgd(model, lr):
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def local_step(model, x, y, lr):
+    """One plain SGD step on this process alone."""
+    model.zero_grad()
+    cross_entropy(model, x, y).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= lr * parameter.grad
+
+
+def data_loader(dataset, batch_size, shuffle):
+    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)

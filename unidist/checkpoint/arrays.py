@@ -110,8 +110,10 @@ def _views(file: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def _from_bytes(name: str, dtype: str, shape: list[int], data: Any) -> Array:
     if dtype == "BF16":
-        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        widened: Array = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        return widened
     for own, code in _CODES.items():
         if code == dtype:
-            return np.frombuffer(data, np.dtype(own)).reshape(shape).copy()
+            array: Array = np.frombuffer(data, np.dtype(own)).reshape(shape).copy()
+            return array
     raise CheckpointError(f"{name} has dtype {dtype}, which numpy does not have: convert it to float32 first")

@@ -19,7 +19,7 @@ def in_order(
     """`values` holds one array for each step of `epoch` from `first` on, one row for each row of the batch."""
     stop, workers = first + len(values), epoch.batch.workers
     for step, value in enumerate(values, first):
-        rows = len(epoch.rows(rank, step).indices)
+        rows = epoch.counts(rank, step).rows
         if value.ndim == 0 or len(value) != rows:
             raise UsageError(
                 f"gather: batch {step} had {rows} rows on rank {rank}, the result for it has shape {value.shape}. "

@@ -1,174 +1,110 @@
-"""The loader over arrays: batches are gathered by index, many at a time, with no Python per sample."""
+"""The loader that users iterate: epochs, position, and what each batch means to a training step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from unidist.data.batch import Batch
 from unidist.data.order import Epoch, Tail
-from unidist.errors import UsageError
-
-Array = np.ndarray[Any, Any]
-
-BLOCK_BYTES = 4 << 20  # gathered at once: large enough to hide the cost of a call, small enough for a cache
+from unidist.data.source import Source
+from unidist.errors import CheckpointError, UsageError
 
 
 class Drawn(NamedTuple):
     """The batch that a loader has just handed out."""
 
-    epoch: Epoch
+    origin: object  # the pass that it belongs to: an Epoch, where the order is known
+    batch: Batch
     step: int
     rows: int  # as delivered
     real: int  # of these, samples
     total: int  # samples on all ranks
+    last: bool
 
     @property
     def weight(self) -> float:
         """Factor that makes the mean over ranks of local mean losses the mean over the global batch."""
-        return self.real * self.epoch.batch.workers / self.total
+        return self.real * self.batch.workers / self.total
 
-    @property
-    def last(self) -> bool:
-        return self.step == self.epoch.steps - 1
+
+class Listener(NamedTuple):
+    """Who is told: weights of training batches and the order in `gather` depend on it."""
+
+    on_batch: Callable[[Drawn], None]
+    on_end: Callable[[object], None]  # the pass was finished, or left
 
 
 class Loader:
     """Iterate it: each full pass is a new epoch with a new order, and every rank makes the same number of steps.
 
-    Attributes: `batch` (the arithmetic), `epoch` (number of the next pass), `len()` (steps in a pass),
-    `size` (samples in the data set). A pass that is left early counts: the next one is a new epoch.
+    Attributes: `batch` (the arithmetic), `epoch` (number of the next pass), `size` (samples in the data set) and
+    `len()` (steps in the next pass). A pass that is left early is over: the next one is a new epoch. Until that
+    begins, `state()` is the place where it was left, and a run that resumes from it goes on there.
     """
 
     def __init__(
-        self,
-        data: Any,
-        batch: Batch,
-        *,
-        rank: int,
-        shuffle: bool,
-        seed: int,
-        tail: Tail,
-        prefetch: bool,
-        keep_float64: bool,
-        to_device: Callable[[Array], Any],
-        on_batch: Callable[[Drawn], None],
-        on_end: Callable[[Epoch], None],
+        self, source: Source, batch: Batch, listener: Listener, *, rank: int, shuffle: bool, seed: int, tail: Tail
     ) -> None:
-        self._columns, self._assemble = _columns(data)
-        self.size = len(self._columns[0])
-        self.batch = batch
+        self.size, self.batch, self.epoch = source.size, batch, 0
+        self._source, self._listener = source, listener
         self._rank, self._shuffle, self._seed, self._tail = rank, shuffle, seed, tail
-        self._prefetch, self._keep_float64 = prefetch, keep_float64
-        self._to_device, self._on_batch, self._on_end = to_device, on_batch, on_end
-        self.epoch = 0
-        self._next = self._plan(0)
+        self._start = 0  # samples of the next pass that were consumed before a resume
+        self._place = (0, 0)  # (epoch, samples consumed in it)
+        self._plan()  # refuses what cannot work, now
+
+    def _plan(self) -> Epoch:
+        return Epoch(
+            self.size,
+            self.batch,
+            number=self.epoch,
+            shuffle=self._shuffle,
+            seed=self._seed,
+            tail=self._tail,
+            start=self._start,
+        )
 
     def __len__(self) -> int:
-        return self._next.steps
+        return self._plan().steps
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass the one numbered `epoch`. Only needed to repeat or to skip: passes count themselves."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"epoch is {epoch!r}, it must be a whole number from 0")
-        self.epoch = epoch
+        self.epoch, self._start, self._place = epoch, 0, (epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self._next = self._plan(self.epoch)
-        self.epoch += 1
+        plan = self._plan()
+        self._place = (self.epoch, self._start)
+        self.epoch, self._start = self.epoch + 1, 0
         return self._pass(plan)
 
-    def _plan(self, number: int) -> Epoch:
-        return Epoch(self.size, self.batch, number=number, shuffle=self._shuffle, seed=self._seed, tail=self._tail)
-
     def _pass(self, plan: Epoch) -> Iterator[Any]:
-        sample_bytes = sum(column[:1].nbytes for column in self._columns) or 1
-        span = max(1, BLOCK_BYTES // (sample_bytes * self.batch.per_worker))
-        blocks = [(first, min(first + span, plan.steps)) for first in range(0, plan.steps, span)]
-        reading = self._read_ahead(plan, blocks)
+        reading = self._source.read(plan, self._rank)
         try:
-            for (first, stop), columns in zip(blocks, reading, strict=True):
-                begin = 0
-                for step in range(first, stop):
-                    rows = plan.rows(self._rank, step)
-                    end = begin + len(rows.indices)
-                    batch = self._assemble([self._to_device(column[begin:end]) for column in columns])
-                    begin = end
-                    # Told before the batch is handed out: the loop body that follows belongs to it.
-                    self._on_batch(Drawn(plan, step, len(rows.indices), rows.real, rows.total))
-                    yield batch
+            for step, batch in enumerate(reading):
+                real, rows, total = plan.counts(self._rank, step)
+                last = step == plan.steps - 1
+                consumed = plan.start + step * self.batch.global_batch + total
+                self._place = (plan.number + 1, 0) if last else (plan.number, consumed)
+                # Told before the batch is handed out: the loop body that follows belongs to it.
+                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last))
+                yield batch
         finally:  # also when the loop was left early
             reading.close()
-            self._on_end(plan)
+            self._listener.on_end(plan)
 
-    def _read_ahead(self, plan: Epoch, blocks: list[tuple[int, int]]) -> Generator[list[Array], None, None]:
-        """Each block's columns; the next block is read by a thread while the loop works on this one."""
-        if not self._prefetch or len(blocks) == 1:
-            for first, stop in blocks:
-                yield self._read(plan, first, stop)
-            return
-        reader = ThreadPoolExecutor(1, thread_name_prefix="unidist-loader")
-        try:
-            coming = reader.submit(self._read, plan, *blocks[0])
-            for block in blocks[1:]:
-                ready, coming = coming.result(), reader.submit(self._read, plan, *block)
-                yield ready
-            yield coming.result()
-        finally:
-            reader.shutdown(wait=False, cancel_futures=True)
+    def state(self) -> dict[str, Any]:
+        """Where the loader is, in samples of all ranks: good on any number of them."""
+        epoch, samples = self._place
+        return {"epoch": epoch, "samples": samples, "size": self.size, "shuffle": self._shuffle, "seed": self._seed}
 
-    def _read(self, plan: Epoch, first: int, stop: int) -> list[Array]:
-        indices = plan.indices(self._rank, first, stop)
-        return [self._convert(np.take(column, indices, axis=0)) for column in self._columns]
-
-    def _convert(self, column: Array) -> Array:
-        """float64 becomes float32 unless told; one integer for each sample is a label, and labels are int64."""
-        if column.dtype == np.float64 and not self._keep_float64:
-            return column.astype(np.float32)
-        if column.dtype.kind in "iu" and column.ndim == 1:
-            return column.astype(np.int64, copy=False)
-        return column if column.dtype.isnative else column.astype(column.dtype.newbyteorder("="))
-
-
-def _columns(data: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
-    """The arrays in `data`, and how to put a batch of them together again in the same form."""
-    assemble: Callable[[list[Any]], Any]
-    if isinstance(data, Mapping):
-        keys = list(data)
-        columns = [_array(data[key], f"data[{key!r}]") for key in keys]
-        assemble = lambda parts: dict(zip(keys, parts, strict=True))  # noqa: E731
-    elif isinstance(data, (tuple, list)):
-        columns, assemble = [_array(each, f"data[{i}]") for i, each in enumerate(data)], tuple
-    else:
-        columns, assemble = [_array(data, "data")], lambda parts: parts[0]
-    if not columns:
-        raise UsageError("data holds no arrays")
-    lengths = [len(column) for column in columns]
-    if min(lengths) != max(lengths):
-        raise UsageError(f"the arrays in data differ in length: {lengths}; the first axis counts samples")
-    if lengths[0] == 0:
-        raise UsageError("data holds no samples")
-    return columns, assemble
-
-
-def _array(value: Any, name: str) -> Array:
-    if isinstance(value, (str, Path)):
-        path = Path(value)
-        if path.suffix != ".npy" or not path.is_file():
-            raise UsageError(f"{name}: {str(path)!r} is not an existing .npy file")
-        value = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not hasattr(value, "__array__"):
-        raise UsageError(
-            f"{name} is a {type(value).__name__}: the loader takes numpy arrays, paths of .npy files, and tuples or "
-            "dicts of them. Wrap plain lists in numpy.asarray."
-        )
-    array: Array = np.asanyarray(value)  # keeps a memory map a memory map
-    if array.ndim == 0 or array.dtype.hasobject:
-        raise UsageError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}: it needs a sample axis and plain numbers"
-        )
-    return array
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, on this or another number of ranks."""
+        own = self.state()
+        different = [f"{key} {state.get(key)} there, {own[key]} here" for key in ("size", "shuffle", "seed")
+                     if state.get(key) != own[key]]  # fmt: skip
+        if different:
+            raise CheckpointError(f"the loader's position is of another order of samples: {', '.join(different)}")
+        self.epoch, self._start = int(state["epoch"]), int(state["samples"])
+        self._place = (self.epoch, self._start)

@@ -14,29 +14,31 @@ Tail = Literal["keep", "pad", "drop"]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Rows(NamedTuple):
-    """One rank's part of one global batch: the first `real` rows are samples, the rest is padding."""
+class Counts(NamedTuple):
+    """One rank's part of one global batch: `rows` are delivered, the first `real` of them samples, the rest padding."""
 
-    indices: Indices
     real: int
+    rows: int
     total: int  # real samples on all ranks together
 
 
 class Epoch:
-    """One pass over `size` samples. Global batch i holds the same samples at every world size.
+    """One pass over `size` samples, from the `start`-th on. Global batch i holds the same ones at every world size.
 
     The last, incomplete global batch is shared out evenly, larger parts first ("keep"), filled up on every rank
     with repeated samples that weigh nothing ("pad"), or left out ("drop"). With "keep", a rank for which nothing
     is left gets one row of padding, so that every rank takes part in every step.
     """
 
-    def __init__(self, size: int, batch: Batch, *, number: int, shuffle: bool, seed: int, tail: Tail) -> None:
+    def __init__(
+        self, size: int, batch: Batch, *, number: int, shuffle: bool, seed: int, tail: Tail, start: int = 0
+    ) -> None:
         if tail not in ("keep", "pad", "drop"):
             raise UsageError(f"tail is {tail!r}, it must be 'keep', 'pad' or 'drop'")
-        self.size, self.batch, self.number, self.tail = size, batch, number, tail
-        self.full_steps, self.left_over = divmod(size, batch.global_batch)
+        self.size, self.batch, self.number, self.tail, self.start = size, batch, number, tail, start
+        self.full_steps, self.left_over = divmod(size - start, batch.global_batch)
         self.steps = self.full_steps + (self.left_over > 0 and tail != "drop")
-        if self.steps == 0:
+        if self.steps == 0 and start == 0:
             raise UsageError(
                 f"{size} samples do not fill one global batch of {batch.global_batch} and tail='drop' leaves nothing: "
                 "use a smaller batch, or tail='keep'"
@@ -46,7 +48,8 @@ class Epoch:
     @cached_property
     def order(self) -> Indices:
         """The samples as they come, all ranks together."""
-        return permutation(self.size, *self._key) if self._key else np.arange(self.size, dtype=np.int64)
+        order = permutation(self.size, *self._key) if self._key else np.arange(self.size, dtype=np.int64)
+        return order[self.start :]
 
     @cached_property
     def _full(self) -> Indices:
@@ -54,27 +57,35 @@ class Epoch:
         full = self.order[: self.full_steps * self.batch.global_batch]
         return full.reshape(self.full_steps, self.batch.workers, self.batch.per_worker)
 
-    def rows(self, rank: int, step: int) -> Rows:
+    def counts(self, rank: int, step: int) -> Counts:
         if step < self.full_steps:
-            return Rows(self._full[step, rank], self.batch.per_worker, self.batch.global_batch)
+            return Counts(self.batch.per_worker, self.batch.per_worker, self.batch.global_batch)
         share, larger = divmod(self.left_over, self.batch.workers)
         real = share + (rank < larger)
+        return Counts(real, self.batch.per_worker if self.tail == "pad" else max(real, 1), self.left_over)
+
+    def rows(self, rank: int, step: int) -> Indices:
+        """The samples of one rank in one step; padding comes last."""
+        if step < self.full_steps:
+            full: Indices = self._full[step, rank]
+            return full
+        real, rows, _ = self.counts(rank, step)
+        share, larger = divmod(self.left_over, self.batch.workers)
         begin = self.full_steps * self.batch.global_batch + rank * share + min(rank, larger)
-        length = self.batch.per_worker if self.tail == "pad" else max(real, 1)
-        padding = np.resize(self.order, length - real)  # repeats the order as often as needed
-        return Rows(np.concatenate([self.order[begin : begin + real], padding]), real, self.left_over)
+        padding = np.resize(self.order, rows - real)  # repeats the order as often as needed
+        return np.concatenate([self.order[begin : begin + real], padding])
 
     def indices(self, rank: int, first: int, stop: int) -> Indices:
         """The rows of steps `first` to before `stop`, one after the other."""
         full = self._full[first : min(stop, self.full_steps), rank].reshape(-1)
-        return full if stop <= self.full_steps else np.concatenate([full, self.rows(rank, stop - 1).indices])
+        return full if stop <= self.full_steps else np.concatenate([full, self.rows(rank, stop - 1)])
 
     def real(self, rank: int, first: int, stop: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """For each of `indices`, whether it is a sample (True) or padding."""
         mask = np.ones(len(self.indices(rank, first, stop)), dtype=bool)
         if stop > self.full_steps:
-            last = self.rows(rank, stop - 1)
-            mask[len(mask) - (len(last.indices) - last.real) :] = False
+            real, rows, _ = self.counts(rank, stop - 1)
+            mask[len(mask) - (rows - real) :] = False
         return mask
 
 

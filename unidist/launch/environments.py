@@ -9,14 +9,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unidist import registry
 from unidist._version import __version__
 from unidist.backend import Plugin
 from unidist.errors import LaunchError, UsageError
 from unidist.setup import recipes, store
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
@@ -36,8 +39,10 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
 
 def choose(name: str | None) -> tuple[Plugin, str]:
     """Which backend, and why. Where this interpreter has no framework, the environments that were set up decide."""
+    if name or os.environ.get("UNIDIST_BACKEND"):
+        return registry.choose(name)
     known = [registry.plugin(each) for each in registry.names()]
-    if name or os.environ.get("UNIDIST_BACKEND") or not all(map(lacking, known)):
+    if not all(map(lacking, known)):
         return registry.choose(name)
     found = {p.name: p for p in known if (recipe := recipes.recipe_of(p.name)) and store.find(recipe, p.name)}
     if registry.DEFAULT in found or len(found) == 1:

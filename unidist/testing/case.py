@@ -37,6 +37,8 @@ class Case:
     cross_entropy(model, x, y)    the mean softmax cross-entropy, one number
     per_sample_loss(model, x, y)  the same before the mean
     native_sgd(model, lr)         the framework's own SGD over the model's parameters
+    local_step(model, x, y, lr)   one plain SGD step of an unprepared model (for sync_batchnorm)
+    data_loader(dataset, batch_size, shuffle)   the framework's own loader (for native_loader)
     """
 
     strategy: Strategy

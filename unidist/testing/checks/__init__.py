@@ -1,5 +1,5 @@
 """All checks, in the order in which they run."""
 
-from unidist.testing.checks import collectives, data, evaluation, job, training
+from unidist.testing.checks import checkpoints, collectives, data, evaluation, features, job, training
 
-__all__ = ["collectives", "data", "evaluation", "job", "training"]
+__all__ = ["checkpoints", "collectives", "data", "evaluation", "features", "job", "training"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from unidist.data.order import permutation
-from unidist.errors import UsageError
+from unidist.errors import UnsupportedOperation, UsageError
+from unidist.optim import SGD
 from unidist.testing import reference
-from unidist.testing.case import Case, check, refused
+from unidist.testing.case import Case, check, close, refused
 
 
 def drawn(case: Case, **how: Any) -> list[list[int]]:
@@ -124,3 +126,140 @@ def blocks_do_not_change_the_order(case: Case) -> None:
             order[i + case.rank * share :][:share].tolist()
             for i in range(0, 600 - loader.batch.global_batch, loader.batch.global_batch)
         ]
+
+
+class Numbers:
+    """A map-style data set whose samples are their own numbers."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        return np.float32(index)
+
+
+class Stream:
+    """The same without a length."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (np.float32(number) for number in range(self._size))
+
+
+def has_native_loaders(case: Case) -> bool:
+    answer = case.strategy.capabilities.native_loader
+    if answer is True:
+        return True
+    with refused(UnsupportedOperation, answer):
+        case.strategy.loader(Numbers(8), per_device_batch=2)
+    return False
+
+
+@check
+def data_set_read_by_workers(case: Case) -> None:
+    """The same order as arrays, whatever the number of worker processes."""
+    if not has_native_loaders(case):
+        return
+    for workers in (0, 2):
+        for samples in (24, 23):
+            expected = drawn(case, samples=samples, per_device_batch=2, shuffle=True, seed=5)
+            loader = case.strategy.loader(Numbers(samples), per_device_batch=2, shuffle=True, seed=5, workers=workers)
+            assert [batch(case, x) for x in loader] == expected
+            assert case.strategy.gather([x for x in loader]).tolist() == list(range(samples))
+
+
+@check
+def native_data_loader_is_given_our_order(case: Case) -> None:
+    """It keeps its batch size, collation and workers; no batch argument is allowed beside it."""
+    if not has_native_loaders(case):
+        return
+    for shuffle in (False, True):
+        expected = drawn(case, samples=23, per_device_batch=3, shuffle=shuffle)
+        native = case.zoo.data_loader(Numbers(23), batch_size=3, shuffle=shuffle)
+        loader = case.strategy.loader(native)
+        assert loader.batch.per_device == 3
+        assert [batch(case, x) for x in loader] == expected
+    with refused(UsageError, "per_device_batch"):
+        case.strategy.loader(native, per_device_batch=3)
+
+
+@check
+def stream_is_shared_out(case: Case) -> None:
+    """Global batches of consecutive elements at every world size, with and without workers, to the very end."""
+    if not has_native_loaders(case):
+        return
+    whole = 6 * case.backend.devices
+    for workers in (0, 2):
+        loader = case.strategy.loader(Stream(whole * 3 + 5), global_batch=whole, workers=workers)
+        got = [sorted(set(batch(case, x))) for x in loader]
+        assert [step[:whole] for step in got[:3]] == [list(range(i, i + whole)) for i in range(0, whole * 3, whole)]
+        assert set(range(whole * 3, whole * 3 + 5)) <= set(got[3])
+        assert len(got) == 4
+        dropped = case.strategy.loader(Stream(whole * 3 + 5), global_batch=whole, tail="drop", workers=workers)
+        assert len([batch(case, x) for x in dropped]) == 3
+    with refused(UsageError, "shuffle"):
+        case.strategy.loader(Stream(8), global_batch=whole, shuffle=True)
+
+
+@check
+def stream_trains_like_arrays(case: Case) -> None:
+    """Weights by sample count, at the uneven end too."""
+    if not has_native_loaders(case):
+        return
+    whole = 4 * case.backend.devices * case.size
+    x, y = reference.data(whole * 2 + 3)
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    stream = case.strategy.loader(PairStream(x, y), per_device_batch=4)
+    for inputs, labels in stream:
+        step(inputs, labels)
+    serial = reference.Serial(reference.weights(), SGD(0.5))
+    for first in range(0, len(x), whole):
+        serial.step(x[first : first + whole], y[first : first + whole])
+    close(case.parameters(model), serial.parameters)
+
+
+class PairStream:
+    def __init__(self, x: Any, y: Any) -> None:
+        self._x, self._y = x, y
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(self._x, self._y, strict=True)
+
+
+@check
+def position_resumes_on_another_number_of_ranks(case: Case) -> None:
+    """Twelve samples were consumed in batches of 6; the rest comes in batches of 12, none twice, none left out."""
+    order = permutation(48 * case.backend.devices, 5, 0).tolist()
+    size = len(order)
+    small, large = 6 * case.backend.devices, 12 * case.backend.devices
+    for source in (np.arange(size), Numbers(size)):
+        if not isinstance(source, np.ndarray) and case.strategy.capabilities.native_loader is not True:
+            continue
+        before = case.strategy.loader(source, global_batch=small, shuffle=True, seed=5)
+        for _, _ in zip(before, range(2), strict=False):
+            pass
+        after = case.strategy.loader(source, global_batch=large, shuffle=True, seed=5)
+        after.load_state(before.state())
+        got = [n for x in after for n in batch(case, x)]
+        assert got == order[before.state()["samples"] :]
+        assert [batch(case, x) for x in after] != [], "the next pass is a whole one"
+        assert after.epoch == 2
+
+
+@check
+def stream_position_resumes(case: Case) -> None:
+    if not has_native_loaders(case):
+        return
+    whole = 6 * case.backend.devices
+    before = case.strategy.loader(Stream(whole * 4), global_batch=whole)
+    for _ in before:
+        break
+    after = case.strategy.loader(Stream(whole * 4), global_batch=whole)
+    after.load_state(before.state())
+    assert [n for x in after for n in batch(case, x)] == list(range(whole, whole * 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidist.errors import UsageError
+from unidist.errors import UnsupportedOperation, UsageError
 from unidist.optim import SGD
 from unidist.testing import reference
 from unidist.testing.case import Case, check, close, refused
@@ -94,3 +94,26 @@ def evaluation_is_the_same_on_every_rank(case: Case) -> None:
     assert (own == again).all(), "evaluation changed the model"
     for theirs in case.strategy.all_gather(own):
         assert (theirs == own).all(), "ranks evaluate differently"
+
+
+@check
+def prediction_is_in_order(case: Case) -> None:
+    """`predict` on data that does not divide, fewer samples than ranks included."""
+    model = case.strategy.prepare(case.mlp())
+    serial = reference.Serial(reference.weights(), SGD(0.1))
+    for samples in (1, 2, 13):
+        x, y = reference.data(samples)
+        loader = case.strategy.loader((x, y), per_device_batch=3, shuffle=True)
+        close([case.strategy.predict(model, loader)], [serial.logits(x)])
+        doubled = case.strategy.predict(model, loader, lambda m, batch: m(batch[0]) * 2)
+        close([doubled], [serial.logits(x) * 2], tolerance=4e-6)
+
+
+@check
+def stream_has_no_order_to_gather_in(case: Case) -> None:
+    if case.strategy.capabilities.native_loader is not True:
+        return
+    loader = case.strategy.loader((np.float32(n) for n in range(12 * case.size)), per_device_batch=2)
+    batches = [x for x in loader]
+    with refused(UnsupportedOperation, "stream"):
+        case.strategy.gather(batches)

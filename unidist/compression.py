@@ -1,0 +1,42 @@
+"""Ways to send less: what `prepare(…, compression=…)` takes beside the names "fp16" and "bf16"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unidist.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Only the largest `ratio` of each gradient travels; the rest waits and is added to the next. Nothing is lost."""
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
+            raise UsageError(f"TopK: ratio is {self.ratio!r}, it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Each gradient matrix travels as a product of two thin ones, of `rank` columns; the error is fed back."""
+
+    rank: int = 2
+    start: int = 10  # updates that are sent whole before it begins
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "start"):
+            value = getattr(self, name)
+            least = 1 if name == "rank" else 2  # its first error is only known after one whole gradient
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"PowerSGD: {name} is {value!r}, it must be a whole number from {least}")
+
+
+Compression = Literal["fp16", "bf16"] | TopK | PowerSGD
+
+
+def check(value: object) -> None:
+    if value not in (None, "fp16", "bf16") and not isinstance(value, (TopK, PowerSGD)):
+        raise UsageError(f"compression is {value!r}, it must be 'fp16', 'bf16', unidist.TopK(…) or unidist.PowerSGD(…)")

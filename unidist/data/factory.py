@@ -1,0 +1,107 @@
+"""From whatever the user calls data to the loader that fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from unidist.data.batch import Batch, Scale
+from unidist.data.loader import Listener, Loader
+from unidist.data.order import Tail
+from unidist.data.source import ArraySource, DataSetSource, OwnLoader, Source, is_arrays
+from unidist.data.stream import StreamLoader
+from unidist.errors import UsageError
+
+if TYPE_CHECKING:
+    from unidist.backend import Backend
+
+
+def make_loader(
+    data: Any,
+    backend: Backend,
+    listener: Listener,
+    all_gather: Callable[[int], list[int]],
+    require: Callable[[str], None],
+    *,
+    per_device_batch: int | None,
+    global_batch: int | None,
+    shuffle: bool | None,
+    seed: int,
+    tail: Tail | None,
+    scale: Scale | None,
+    prefetch: bool,
+    keep_float64: bool,
+    workers: int | None,
+    pin_memory: bool | None,
+    collate: Callable[[list[Any]], Any] | None,
+) -> Loader | StreamLoader:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"seed is {seed!r}, it must be a whole number from 0 to below 2**63")
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
+        raise UsageError(f"workers is {workers!r}, it must be a whole number from 0")
+
+    def batch_of(per_device: int | None) -> Batch:
+        world = backend.world.world_size
+        return Batch.of(per_device, global_batch, devices=backend.devices, workers=world, scale=scale)
+
+    found = backend.open_loader(data)
+    if found is not None:
+        require("native_loader")
+        _refuse_given(
+            "a data loader keeps its own settings",
+            per_device_batch=per_device_batch,
+            global_batch=global_batch,
+            shuffle=shuffle,
+            tail=tail,
+            workers=workers,
+            pin_memory=pin_memory,
+            collate=collate,
+        )
+        own, batch = found, batch_of(found.batch_size)
+        shuffle, seed, tail = found.shuffle, found.seed, "drop" if found.drop_last else "keep"
+    elif is_arrays(data):
+        _refuse_given(
+            "arrays are gathered without worker processes", workers=workers or None, pin_memory=pin_memory or None,
+            collate=collate,
+        )  # fmt: skip
+        source: Source = ArraySource(data, prefetch=prefetch, keep_float64=keep_float64, to_device=backend.from_numpy)
+        return Loader(
+            source,
+            batch_of(per_device_batch),
+            listener,
+            rank=backend.world.rank,
+            shuffle=bool(shuffle),
+            seed=seed,
+            tail=tail or "keep",
+        )
+    else:
+        map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        if not map_style and not hasattr(data, "__iter__"):
+            raise UsageError(
+                f"data is a {type(data).__name__}: the loader takes arrays, .npy paths, tuples or dicts of them, data "
+                "sets (`len()` and `[i]`), data loaders of the framework, and anything that can be iterated"
+            )
+        require("native_loader")
+        batch = batch_of(per_device_batch)
+        own = OwnLoader(
+            data, workers or 0, bool(pin_memory), collate, keep_float64, None, batch.per_worker, iterable=not map_style
+        )
+    if own.iterable:
+        if shuffle:
+            raise UsageError("a stream comes in its own order: shuffle it where it is made, and leave shuffle= out")
+        return StreamLoader(own, batch, listener, backend, tail=tail or "keep", gather=all_gather)
+    return Loader(
+        DataSetSource(own, backend),
+        batch,
+        listener,
+        rank=backend.world.rank,
+        shuffle=bool(shuffle),
+        seed=seed,
+        tail=tail or "keep",
+    )
+
+
+def _refuse_given(why: str, **arguments: Any) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise UsageError(f"{why}: leave out {', '.join(given)}")

@@ -1,0 +1,165 @@
+"""Promise 8: checkpoints that resume the same curve, refuse what does not fit, and fail on every rank alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unidist.errors import CheckpointError, PeerFailed, StateError, UnsupportedOperation, UsageError
+from unidist.optim import SGD, Adam, AdamW, OptimizerSpec
+from unidist.testing import reference
+from unidist.testing.case import Case, check, close, refused
+
+SPECS: tuple[OptimizerSpec, ...] = (
+    SGD(lambda update: 0.5 / (1 + update), momentum=0.9),
+    Adam(0.02),
+    AdamW(lambda update: 0.02 * 0.95**update, weight_decay=0.1),
+)
+
+
+class Run:
+    """A training run that can be stopped anywhere."""
+
+    def __init__(self, case: Case, spec: OptimizerSpec) -> None:
+        self._strategy = case.strategy
+        self.model, self.optimizer = case.strategy.prepare(case.mlp(), spec)
+        self._step = case.strategy.train_step(self.model, self.optimizer, case.zoo.cross_entropy)
+        samples = 4 * case.backend.devices * case.size * 3 + case.size + 1
+        self.loader = case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3)
+        self.losses: list[float] = []
+
+    def train(self, steps: int) -> Run:
+        while steps > 0:
+            for x, y in self.loader:
+                self.losses.append(self._strategy.mean(self._step(x, y)))
+                steps -= 1
+                if steps == 0:
+                    break
+        return self
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
+
+
+def promised(case: Case) -> bool:
+    if case.strategy.capabilities.optimizer_state is True:
+        return True
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.1))
+    with refused(UnsupportedOperation, case.strategy.capabilities.optimizer_state):
+        case.strategy.save(case.folder / "refused", model=model, optimizer=optimizer)
+    return False
+
+
+@check
+def resumed_run_goes_on_as_if_nothing_had_happened(case: Case) -> None:
+    """From the end of an epoch and from the middle of one; to the last bit where sums of ranks are exact."""
+    if not promised(case):
+        return
+    tolerance = 0.0 if case.size <= 2 else 1e-6
+    for number, spec in enumerate(SPECS):
+        for stop in (3, 4, 6):  # four steps make an epoch
+            whole = Run(case, spec).train(10)
+            place = case.folder / f"run-{number}-{stop}"
+            case.strategy.save(place, **Run(case, spec).train(stop).parts, note={"stop": stop, "best": [0.5, None]})
+            resumed = Run(case, spec)
+            values = case.strategy.load(place, **resumed.parts)
+            resumed.train(10 - stop)
+            assert values == {"note": {"stop": stop, "best": [0.5, None]}}
+            close(resumed.losses, whole.losses[stop:], tolerance)
+            close(case.parameters(resumed.model), case.parameters(whole.model), tolerance)
+
+
+@check
+def random_numbers_resume(case: Case) -> None:
+    """Each rank's own, as dropout draws them."""
+    model = case.strategy.prepare(case.mlp())
+    np.random.seed(case.rank)
+    case.strategy.save(case.folder / "random", model=model)
+    expected = np.random.rand(3)
+    np.random.seed(99)
+    case.strategy.load(case.folder / "random", model=model)
+    assert (np.random.rand(3) == expected).all()
+
+
+@check
+def last_checkpoints_are_kept(case: Case) -> None:
+    if not promised(case):
+        return
+    run = Run(case, SGD(0.1))
+    folder = case.folder / "kept"
+    for _ in range(4):
+        case.strategy.save(folder, **run.train(1).parts, keep=2, losses=run.losses)
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["step-000003", "step-000004"]
+    assert case.strategy.load(folder, **Run(case, SGD(0.1)).parts)["losses"] == run.losses
+
+
+@check
+def weights_alone(case: Case) -> None:
+    """A checkpoint with everything serves a model alone, and its names are the framework-neutral ones."""
+    model = case.strategy.prepare(case.mlp(seed=5))
+    case.strategy.save(case.folder / "weights", model=model)
+    other = case.strategy.prepare(case.mlp(seed=6))
+    assert case.strategy.load(case.folder / "weights", model=other) == {}
+    close(case.parameters(other), reference.weights(5), tolerance=0)
+    if case.strategy.capabilities.optimizer_state is True:
+        model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.1))
+        with refused(CheckpointError, "no optimizer"):
+            case.strategy.load(case.folder / "weights", model=model, optimizer=optimizer)
+
+
+@check
+def checkpoint_of_another_model_changes_nothing(case: Case) -> None:
+    model = case.strategy.prepare(case.zoo.with_buffers())
+    case.strategy.save(case.folder / "other", model=model)
+    own = case.strategy.prepare(case.mlp())
+    with refused(CheckpointError, "does not fit", "unexpected"):
+        case.strategy.load(case.folder / "other", model=own)
+    close(case.parameters(own), reference.weights(), tolerance=0)
+    with refused(CheckpointError, "nowhere"):
+        case.strategy.load(case.folder / "nowhere", model=own)
+
+
+@check
+def position_of_another_order_is_refused(case: Case) -> None:
+    model = case.strategy.prepare(case.mlp())
+    data = reference.data(16)
+    case.strategy.save(case.folder / "position", model=model, loader=case.strategy.loader(data, per_device_batch=2))
+    for other in (
+        case.strategy.loader(data, per_device_batch=2, shuffle=True),
+        case.strategy.loader(reference.data(15), per_device_batch=2),
+    ):
+        with refused(CheckpointError, "another order"):
+            case.strategy.load(case.folder / "position", model=model, loader=other)
+
+
+@check
+def failure_to_write_reaches_every_rank(case: Case) -> None:
+    model = case.strategy.prepare(case.mlp())
+    blocked = case.folder / "a-file"
+    with case.strategy.main_first():
+        if case.rank == 0:
+            Path(blocked).write_text("in the way")
+    with refused(CheckpointError if case.rank == 0 else PeerFailed, "a-file"):
+        case.strategy.save(blocked / "below", model=model)
+    assert case.strategy.all_reduce(1, "sum") == case.size  # and the job can go on
+
+
+@check
+def saving_at_the_wrong_time_is_refused(case: Case) -> None:
+    model = case.strategy.prepare(case.mlp())
+    with refused(UsageError, "model="):
+        case.strategy.save(case.folder / "x", optimizer=object())
+    with refused(UsageError, "keep="):
+        case.strategy.save(case.folder / "x", model=model, keep=2)
+    if case.strategy.capabilities.accumulate is not True or not promised(case):
+        return
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.1), accumulate=2)
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for x, y in case.strategy.loader(reference.data(8 * case.backend.devices * case.size), per_device_batch=4):
+        step(x, y)
+        break
+    with refused(StateError, "accumulation"):
+        case.strategy.save(case.folder / "x", model=model, optimizer=optimizer)

@@ -1,0 +1,179 @@
+"""Beyond the plain step: batch normalisation over ranks, precision, compression, local SGD, the compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from unidist.compression import PowerSGD, TopK
+from unidist.errors import UnsupportedOperation, UsageError
+from unidist.optim import SGD
+from unidist.testing import reference
+from unidist.testing.case import Case, check, close, refused
+
+
+def promised(case: Case, capability: str, ask: Any) -> bool:
+    """Whether to go on. What is not promised must be refused, in the words of the capability."""
+    answer = getattr(case.strategy.capabilities, capability)
+    if answer is True:
+        return True
+    with refused(UnsupportedOperation, answer):
+        ask()
+    return False
+
+
+def equal_on_all_ranks(case: Case, model: Any) -> None:
+    for everywhere in case.strategy.all_gather({"p": case.parameters(model)}):
+        close(everywhere["p"], case.parameters(model), tolerance=0)
+
+
+def trained(case: Case, *, epochs: int = 10, **features: Any) -> tuple[Any, float, float]:
+    """An mlp after training with these features: the model, its first and its last loss over all the data."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.3, momentum=0.5), **features)
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    loader = case.strategy.loader(reference.data(48), per_device_batch=4, shuffle=True, seed=3)
+    losses = [case.strategy.mean([step(x, y) for x, y in loader]) for _ in range(epochs)]
+    return model, losses[0], losses[-1]
+
+
+@check
+def batch_normalisation_over_all_ranks(case: Case) -> None:
+    """The step on the shares of a batch is the plain step on the whole batch, running statistics included."""
+
+    def ask() -> Any:
+        return case.strategy.prepare(case.zoo.with_buffers(), SGD(0.1), sync_batchnorm=True)
+
+    if not promised(case, "sync_batchnorm", ask):
+        return
+    whole = 4 * case.backend.devices * case.size
+    x, y = reference.data(whole * 2)
+    weights = [np.array(each) for each in case.parameters(case.zoo.with_buffers())]
+    weights = case.strategy.broadcast(weights)
+    alone, together = case.zoo.with_buffers(), case.zoo.with_buffers()
+    for model in (alone, together):
+        case.backend.load_state(model, dict(zip(case.backend.state(model), weights, strict=True)))
+    model, optimizer = case.strategy.prepare(together, SGD(0.1), sync_batchnorm=True)
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for batch in case.strategy.loader((x, y), per_device_batch=4):
+        step(*batch)
+    for first in range(0, len(x), whole):
+        rows = slice(first, first + whole)
+        case.zoo.local_step(alone, case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows]), 0.1)
+    close(case.parameters(model), case.parameters(alone), tolerance=5e-6)
+
+
+@check
+def mixed_precision(case: Case) -> None:
+    """Parameters stay float32 and equal; the result is near that of full precision, and not the same."""
+    for precision in ("bf16", "fp16"):
+        if not promised(
+            case, "mixed_precision", lambda p=precision: case.strategy.prepare(case.mlp(), SGD(0.1), precision=p)
+        ):
+            return
+        model, first, last = trained(case, precision=precision)
+        plain, _, plain_last = trained(case)
+        equal_on_all_ranks(case, model)
+        assert all(each.dtype == np.float32 for each in case.parameters(model))
+        assert last < first
+        assert abs(last - plain_last) < 0.05, f"{precision}: {last} against {plain_last}"
+        assert any((a != b).any() for a, b in zip(case.parameters(model), case.parameters(plain), strict=True))
+    with refused(UsageError, "precision"):
+        case.strategy.prepare(case.mlp(), SGD(0.1), precision="fp8")
+
+
+@check
+def compressed_gradients(case: Case) -> None:
+    """Ranks stay equal to the last bit, and learn nearly as well."""
+    plain = trained(case)[2]
+    for compression in ("fp16", "bf16", TopK(0.25), PowerSGD(rank=1, start=2)):
+        if not promised(
+            case, "compression", lambda c=compression: case.strategy.prepare(case.mlp(), SGD(0.1), compression=c)
+        ):
+            return
+        model, first, last = trained(case, compression=compression)
+        equal_on_all_ranks(case, model)
+        assert last < first
+        assert abs(last - plain) < 0.15, f"{compression}: {last} against {plain}"
+    with refused(UsageError, "compression"):
+        case.strategy.prepare(case.mlp(), SGD(0.1), compression="zip")
+
+
+@check
+def everything_is_the_largest_part(case: Case) -> None:
+    """TopK(1.0) sends all of it: the exact step."""
+    if case.strategy.capabilities.compression is not True:
+        return  # compressed_gradients looks at that
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), compression=TopK(1.0))
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for x, y in case.strategy.loader(reference.data(40), per_device_batch=4, shuffle=True, seed=3):
+        step(x, y)
+    close(case.parameters(model), case.train_serially(SGD(0.5), 40, epochs=1)[0].parameters)
+
+
+@check
+def local_sgd(case: Case) -> None:
+    """Each rank on its own, parameters averaged every second update and at the end of the pass."""
+    if not promised(case, "local_sgd", lambda: case.strategy.prepare(case.mlp(), SGD(0.5), sync_every=2)):
+        return
+    share = 4 * case.backend.devices
+    samples = share * case.size * 5
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), sync_every=2)
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    loader = case.strategy.loader(reference.data(samples), per_device_batch=4)
+    for number, (x, y) in enumerate(loader, 1):
+        step(x, y)
+        if case.size > 1 and number % 2:
+            everywhere = case.strategy.all_gather(case.parameters(model)[0])
+            assert ((everywhere[0] == everywhere[1]).all()) == (number == 5), f"after update {number}"
+    x, y = reference.data(samples)
+    ranks = [reference.Serial(reference.weights(), SGD(0.5)) for _ in range(case.size)]
+    for number in range(1, 6):
+        for rank, serial in enumerate(ranks):
+            first = ((number - 1) * case.size + rank) * share
+            serial.step(x[first : first + share], y[first : first + share])
+        if number in (2, 4, 5):
+            means = [np.mean(parts, axis=0) for parts in zip(*(serial.parameters for serial in ranks), strict=True)]
+            for serial in ranks:
+                serial.parameters = [each.copy() for each in means]
+    close(case.parameters(model), ranks[0].parameters)
+
+
+@check
+def averages_by_hand(case: Case) -> None:
+    """`sync_every=0`: average_gradients between backward and step gives the usual step; average_parameters the mean."""
+    if not promised(case, "local_sgd", lambda: case.strategy.average_parameters(case.mlp())):
+        return
+    if case.strategy.capabilities.spelled_out is True:
+        model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), sync_every=0)
+        for x, y in case.strategy.loader(reference.data(4 * case.backend.devices * case.size), per_device_batch=4):
+            with case.strategy.forward(model):
+                loss = case.zoo.cross_entropy(model, x, y)
+            case.strategy.backward(loss)
+            case.strategy.average_gradients(model)
+            case.strategy.step(optimizer)
+        serial = reference.Serial(reference.weights(), SGD(0.5))
+        serial.step(*reference.data(4 * case.backend.devices * case.size))
+        close(case.parameters(model), serial.parameters)
+    model = case.strategy.prepare(case.mlp(), SGD(0.5), sync_every=0)[0]
+    own = {name: np.full(tensor.shape, float(case.rank)) for name, tensor in case.backend.state(model).items()}
+    case.backend.load_state(model, own)
+    case.strategy.average_parameters(model)
+    close(case.parameters(model), [np.full(each.shape, (case.size - 1) / 2) for each in own.values()])
+
+
+@check
+def compiled_step(case: Case) -> None:
+    """The framework's compiler must not change what is learned."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+
+    def compiled() -> Any:
+        return case.strategy.train_step(model, optimizer, case.zoo.cross_entropy, compile=True)
+
+    if case.size == 3 or not promised(case, "compile", compiled):  # compilers are slow: twice is enough
+        return
+    step = compiled()
+    whole = 4 * case.backend.devices * case.size
+    for x, y in case.strategy.loader(reference.data(whole * 3), per_device_batch=4, shuffle=True, seed=3):
+        step(x, y)
+    close(case.parameters(model), case.train_serially(SGD(0.5), whole * 3, epochs=1)[0].parameters)
