@@ -12,6 +12,7 @@ import argparse
 import digits
 import models
 import unidist
+from unidist.checkpoint import latest
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=48, help="samples in a global batch, over all processes")
     parser.add_argument("--lr", type=float, default=0.1, help="at the start; it falls in a line to 0")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of samples")
+    parser.add_argument("--checkpoint", help="folder to save to after each epoch, and to resume from if it holds one")
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
     args = parser.parse_args()
 
@@ -34,11 +36,16 @@ def main() -> None:
         step = strategy.train_step(model, optimizer, lambda m, x, y: zoo.cross_entropy(m(x), y))
         strategy.print(f"{loader.size} digits to learn from, {test_loader.size} held out; batch {loader.batch}")
 
-        for epoch in range(1, args.epochs + 1):
+        parts = {"model": model, "optimizer": optimizer, "loader": loader}
+        if args.checkpoint and latest(args.checkpoint):
+            strategy.load(args.checkpoint, **parts)
+        for epoch in range(loader.epoch + 1, args.epochs + 1):
             losses = [step(x, y) for x, y in loader]  # every full pass is a new epoch: nothing to forget
             with strategy.evaluate(model):
                 hits = strategy.gather([zoo.correct(model(x), y) for x, y in test_loader])  # each sample once
             strategy.print(f"epoch {epoch}  loss {strategy.mean(losses):.6f}  accuracy {hits.mean():.4f}")
+            if args.checkpoint:
+                strategy.save(args.checkpoint, **parts, keep=2)
 
 
 if __name__ == "__main__":

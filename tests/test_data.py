@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unidist.data.batch import Batch
-from unidist.data.loader import Loader
+from unidist.data.loader import Listener, Loader
 from unidist.data.order import Epoch, permutation
+from unidist.data.source import ArraySource, elements_of
 from unidist.errors import UsageError
 
 
@@ -76,14 +77,16 @@ def test_shards_are_disjoint_and_cover(case, number):
     epoch = Epoch(size, batch, number=number, shuffle=shuffle, seed=1, tail=tail)
     seen = []
     for step in range(epoch.steps):
-        parts = [epoch.rows(rank, step) for rank in range(batch.workers)]
-        real = [index for part in parts for index in part.indices[: part.real].tolist()]
+        parts = [epoch.counts(rank, step) for rank in range(batch.workers)]
+        shares = [epoch.rows(rank, step) for rank in range(batch.workers)]
+        real = [index for part, share in zip(parts, shares, strict=True) for index in share[: part.real].tolist()]
         first = step * batch.global_batch
         assert real == epoch.order[first : first + len(real)].tolist(), "global batches follow the order"
         assert {part.total for part in parts} == {len(real)}
-        assert all(len(part.indices) >= 1 for part in parts), "every rank takes part in every step"
+        assert [part.rows for part in parts] == [len(share) for share in shares]
+        assert all(part.rows >= 1 for part in parts), "every rank takes part in every step"
         if tail == "pad":
-            assert {len(part.indices) for part in parts} == {batch.per_worker}
+            assert {part.rows for part in parts} == {batch.per_worker}
         else:
             assert max(p.real for p in parts) - min(p.real for p in parts) <= 1
         seen += real
@@ -97,16 +100,55 @@ def test_blocks_are_the_steps_one_after_the_other(case):
         return
     epoch = Epoch(size, batch, number=0, shuffle=shuffle, seed=1, tail=tail)
     for rank in range(batch.workers):
-        steps = [epoch.rows(rank, step) for step in range(epoch.steps)]
-        assert epoch.indices(rank, 0, epoch.steps).tolist() == [i for rows in steps for i in rows.indices.tolist()]
-        mask = [n < rows.real for rows in steps for n in range(len(rows.indices))]
+        steps = [epoch.rows(rank, step).tolist() for step in range(epoch.steps)]
+        assert epoch.indices(rank, 0, epoch.steps).tolist() == [index for step in steps for index in step]
+        counts = [epoch.counts(rank, step) for step in range(epoch.steps)]
+        mask = [n < each.real for each in counts for n in range(each.rows)]
         assert epoch.real(rank, 0, epoch.steps).tolist() == mask
 
 
-def loader(data, batch=None, **how):
-    settings = {"rank": 0, "shuffle": False, "seed": 0, "tail": "keep", "prefetch": True, "keep_float64": False}
-    ends = {"to_device": lambda array: array, "on_batch": lambda drawn: None, "on_end": lambda epoch: None}
-    return Loader(data, batch or Batch(4), **{**settings, **ends, **how})
+@given(epochs, st.integers(0, 60), st.integers(1, 5))
+def test_a_pass_resumes_on_another_number_of_ranks(case, consumed, workers):
+    size, batch, shuffle, tail = case
+    if tail == "drop" or consumed >= size:
+        return
+    how = {"number": 1, "shuffle": shuffle, "seed": 1, "tail": tail}
+    whole = Epoch(size, batch, **how)
+    rest = Epoch(size, Batch(batch.per_device, 1, workers), start=consumed, **how)
+    assert rest.order.tolist() == whole.order.tolist()[consumed:]
+    seen = [
+        n
+        for step in range(rest.steps)
+        for rank in range(workers)
+        for n in rest.rows(rank, step)[: rest.counts(rank, step).real].tolist()
+    ]
+    assert seen == rest.order.tolist()
+
+
+@given(st.integers(0, 60), st.integers(0, 30), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_a_stream_is_shared_out_completely(size, skip, share, ranks, workers):
+    parts = {
+        (rank, worker): list(
+            elements_of(
+                range(size),
+                skip=skip,
+                batch=share * ranks,
+                share=range(rank * share, (rank + 1) * share),
+                worker=worker,
+                workers=workers,
+            )
+        )
+        for rank in range(ranks)
+        for worker in range(workers)
+    }
+    everything = sorted(n for part in parts.values() for n in part)
+    assert everything == list(range(skip, size))
+
+
+def loader(data, batch=None, prefetch=True, keep_float64=False, **how):
+    source = ArraySource(data, prefetch=prefetch, keep_float64=keep_float64, to_device=lambda array: array)
+    settings = {"rank": 0, "shuffle": False, "seed": 0, "tail": "keep", **how}
+    return Loader(source, batch or Batch(4), Listener(lambda drawn: None, lambda origin: None), **settings)
 
 
 def test_batches_are_views_of_one_vectorised_read():
@@ -118,7 +160,7 @@ def test_batches_are_views_of_one_vectorised_read():
 def test_a_memory_map_stays_one(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(40.0).reshape(10, 4))
     data = loader(str(tmp_path / "x.npy"))
-    assert isinstance(data._columns[0], np.memmap)
+    assert isinstance(data._source._columns[0], np.memmap)
     assert [len(x) for x in data] == [4, 4, 2]
 
 
@@ -134,7 +176,7 @@ def test_the_reading_thread_ends_when_the_loop_is_left():
 
 def test_an_error_in_the_reading_thread_reaches_the_loop(monkeypatch):
     data = loader(np.zeros((600, 3000), dtype=np.float32))
-    monkeypatch.setattr(data, "_convert", lambda column: 1 / 0)
+    monkeypatch.setattr(data._source, "_convert", lambda column: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(data)
 
@@ -143,3 +185,19 @@ def test_big_endian_files_arrive_native():
     (x,) = loader(np.arange(4, dtype=">f4"))
     assert x.dtype.isnative
     assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_the_place_is_kept_until_the_next_pass():
+    data = loader(np.arange(10))
+    assert data.state()["samples"] == 0
+    for number, _ in enumerate(data):
+        assert data.state() == {"epoch": 0, "samples": 4 * (number + 1), "size": 10, "shuffle": False, "seed": 0}
+        if number == 1:
+            break
+    assert (data.state()["epoch"], data.state()["samples"]) == (0, 8), "where it was left"
+    resumed = loader(np.arange(10))
+    resumed.load_state(data.state())
+    assert len(resumed) == 1
+    assert [x.tolist() for x in resumed] == [[8, 9]]
+    assert (resumed.state()["epoch"], resumed.state()["samples"]) == (1, 0), "a finished pass is the start of the next"
+    assert len(list(resumed)) == 3

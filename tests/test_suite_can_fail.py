@@ -13,17 +13,17 @@ FAULTS = {
         "mean_gradient",
     ),
     "skipped_broadcast": (
-        "def prepare(self, model, optimizer):\n"
+        "def prepare(self, model, optimizer, features):\n"
         "        own = {name: self.to_numpy(tensor) for name, tensor in self.state(model).items()}\n"
-        "        prepared = super().prepare(model, optimizer)\n"
+        "        prepared = super().prepare(model, optimizer, features)\n"
         "        self.load_state(model, own)\n"
         "        return prepared",
         "same_start",
     ),
     "dropped_sample": (
-        "def train_step(self, model, optimizer, loss_fn):\n"
-        "        run = super().train_step(model, optimizer, loss_fn)\n"
-        "        return lambda batch, weight, update: run([each[:-1] for each in batch], weight, update)",
+        "def train_step(self, model, optimizer, loss_fn, compile):\n"
+        "        run = super().train_step(model, optimizer, loss_fn, compile)\n"
+        "        return lambda batch, *how: run([each[:-1] for each in batch], *how)",
         "mean_gradient",
     ),
     "weights_ignored": (
@@ -42,6 +42,10 @@ FAULTS = {
     "reduced_in_place": (
         "def _own_copy(self, tensor):\n        return tensor",
         "all_reduce_of_native_tensors",
+    ),
+    "forgotten_momentum": (
+        "def load_optimizer_state(self, model, optimizer, arrays, values):\n        pass",
+        "resumed_run_goes_on_as_if_nothing_had_happened",
     ),
     "evaluation_moves_the_model": (
         "@contextlib.contextmanager\n"

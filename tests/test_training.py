@@ -12,8 +12,8 @@ from unidist.training import Schedule
 
 def drawn(size, workers, rank, step, per_worker=4):
     epoch = Epoch(size, Batch(per_worker, 1, workers), number=0, shuffle=False, seed=0, tail="keep")
-    rows = epoch.rows(rank, step)
-    return Drawn(epoch, step, len(rows.indices), rows.real, rows.total)
+    real, rows, total = epoch.counts(rank, step)
+    return Drawn(epoch, epoch.batch, step, rows, real, total, step == epoch.steps - 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -22,7 +22,7 @@ def drawn(size, workers, rank, step, per_worker=4):
 def test_every_sample_of_a_group_weighs_the_same(workers, accumulate, size):
     """A sample's weight in the update: rank mean x weight / rows / ranks x rescale; all equal, and summing to one."""
     schedules = [Schedule(unidist.SGD(0.1), accumulate) for _ in range(workers)]
-    group, steps = [], drawn(size, workers, 0, 0).epoch.steps
+    group, steps = [], drawn(size, workers, 0, 0).origin.steps
     for step in range(steps):
         batches = [drawn(size, workers, rank, step) for rank in range(workers)]
         turns = [schedule.turn(batch) for schedule, batch in zip(schedules, batches, strict=True)]
@@ -75,3 +75,18 @@ def test_the_rate_follows_the_updates():
 def test_bad_optimizers_are_refused(make, word):
     with pytest.raises(UsageError, match=word):
         make()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_local_sgd_goes_by_its_own_samples_and_averages_on_time(accumulate):
+    schedule = Schedule(unidist.SGD(0.1), accumulate, sync_every=2)
+    turns = []
+    for step in range(7):  # 50 samples, 8 a step: the last one holds one on each rank
+        turn = schedule.turn(drawn(50, 2, 0, step))
+        turns.append(turn)
+        if turn.closes:
+            schedule.update(turn, None)
+    assert not any(turn.sync for turn in turns)
+    averaged = [number for number, turn in enumerate(turns, 1) if turn.average]
+    assert averaged == ([2, 4, 6, 7] if accumulate == 1 else [4, 7])
+    assert turns[-1].weight * turns[-1].rescale == pytest.approx(1.0), "the local mean, however few samples"

@@ -37,6 +37,8 @@ def save(
     for name in RESERVED:
         if name in values:
             raise UsageError(f"a value of one's own cannot be called {name!r}")
+    if keep is not None and schedule is None:
+        raise UsageError("keep= numbers checkpoints by the updates made: pass optimizer= too")
     own: dict[str, Any] = {"world_size": backend.world.world_size}
     arrays: dict[str, Array] = {}
     if model is not None:
@@ -54,8 +56,6 @@ def save(
     if backend.world.rank == 0:
         try:
             step = schedule.updates if keep is not None and schedule is not None else None
-            if keep is not None and step is None:
-                raise UsageError("keep= numbers checkpoints by the updates made: pass optimizer= too")
             write(path, arrays, {**values, "unidist": own}, step=step, keep=keep)
         except Exception as raised:
             error = raised

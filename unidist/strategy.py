@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from unidist.data.batch import Scale
     from unidist.data.loader import Drawn
     from unidist.data.order import Tail
+    from unidist.output import Metrics, Progress
     from unidist.training import Schedule
 
 
@@ -64,6 +67,7 @@ class Strategy:
         self._name = plugin.name
         self._last_drawn: Drawn | None = None  # the batch, of any loader, that the next gather belongs to
         self._evaluating = 0
+        self._bar: Progress | None = None
         self._watch = Watch(self._backend)
         self._trainer = Trainer(self._backend, self._watch, self._require)
         if self.is_main:
@@ -155,11 +159,50 @@ class Strategy:
     def print(self, *values: object, **how: Any) -> None:
         """`print` on rank 0, nothing on the others."""
         if self.is_main:
+            if self._bar is not None:
+                self._bar.clear()  # the next step brings it back
             builtins.print(*values, **{"flush": True, **how})
 
     def log(self, *values: object) -> None:
         """A line from any rank, to standard error, with the rank in front."""
         self._say(f"[rank {self.rank}] " + " ".join(map(str, values)))
+
+    def progress(self, loader: Any, label: str = "") -> Progress:
+        """A progress bar on rank 0: speed over all ranks, time left, and what you show beside it.
+
+            bar = strategy.progress(loader, f"epoch {epoch}")
+            for x, y in bar.over(loader):
+                bar.show(loss=step(x, y))
+
+        Where the output is not a terminal, a plain line now and then.
+        """
+        from unidist.output import Progress
+
+        steps = len(loader) if hasattr(loader, "__len__") else None
+        samples = loader.batch.global_batch if hasattr(loader, "batch") else 0
+        self._bar = Progress(steps, samples, label=label, active=self.is_main)
+        return self._bar
+
+    def metrics(
+        self, folder: str | os.PathLike[str], formats: Sequence[str] = ("csv",), *, resume: int | None = None
+    ) -> Metrics:
+        """Write numbers by step, on rank 0: `metrics.write(step, loss=…)`. Formats: "csv", "jsonl", "tensorboard".
+
+        After a restart the files are continued; with `resume=120` rows after step 120 are dropped first.
+        """
+        from unidist.output import Metrics
+
+        return Metrics(folder, formats, resume=resume, active=self.is_main)
+
+    def log_to(self, folder: str | os.PathLike[str], level: int = logging.INFO) -> None:
+        """Send what this process logs by `logging` to `folder/DATE-TIME/rank-N.log`, one folder for all ranks."""
+        self._require_open()
+        from unidist.output import rank_log, stamp
+
+        handler = rank_log(folder, self.rank, stamp(self._collectives.broadcast(time.time(), 0)))
+        root = logging.getLogger()
+        root.addHandler(handler)
+        root.setLevel(min(root.level, level) if root.level else level)
 
     def _say(self, line: str) -> None:
         sys.stderr.write(line + "\n")  # one write: lines of several processes do not mix

@@ -16,7 +16,7 @@ def register(model, compression) -> None:
         state = powerSGD_hook.PowerSGDState(None, compression.rank, compression.start)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif isinstance(compression, TopK):
-        model.register_comm_hook(None, Largest(compression.ratio))
+        model.register_comm_hook(Waiting(compression.ratio), largest_part)
 
 
 def bfloat16(_, bucket):
@@ -27,32 +27,30 @@ def bfloat16(_, bucket):
     return waiting.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-class Largest:
-    """The largest part of each gradient travels; the rest waits here until it is large enough."""
-
-    __name__ = "largest_part_hook"  # DDP looks at the name of a hook
+class Waiting:
+    """What was too small to be sent yet. By parameter, not by bucket: DDP rearranges buckets after the first step."""
 
     def __init__(self, ratio):
-        self._ratio = ratio
-        self._waiting = {}  # parameter -> what was not sent yet. Not by bucket: DDP rearranges them after a step
+        self.ratio, self.rest = ratio, {}
 
-    def __call__(self, _, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        gradient, size = bucket.buffer(), dist.get_world_size()
-        parameters = bucket.parameters()
-        waiting = [self._waiting.get(p, torch.zeros_like(p)).reshape(-1) for p in parameters]
-        gradient += torch.cat(waiting)
-        count = max(1, int(self._ratio * gradient.numel()))
-        chosen = torch.topk(gradient.abs(), count, sorted=False).indices
-        values = gradient[chosen]
-        gradient[chosen] = 0
-        for parameter, rest in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
-            self._waiting[parameter] = rest.clone().view_as(parameter)
-        everyones = [torch.empty_like(values) for _ in range(size)], [torch.empty_like(chosen) for _ in range(size)]
-        dist.all_gather(everyones[0], values)
-        dist.all_gather(everyones[1], chosen)
-        gradient.zero_()
-        for theirs, where in zip(*everyones, strict=True):
-            gradient.index_add_(0, where, theirs, alpha=1 / size)
-        done = torch.futures.Future()
-        done.set_result(gradient)
-        return done
+
+@torch.no_grad()
+def largest_part(state: Waiting, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The largest part of each gradient travels; the rest waits until it is large enough."""
+    gradient, size, parameters = bucket.buffer(), dist.get_world_size(), bucket.parameters()
+    gradient += torch.cat([state.rest.get(p, torch.zeros_like(p)).reshape(-1) for p in parameters])
+    count = max(1, int(state.ratio * gradient.numel()))
+    chosen = torch.topk(gradient.abs(), count, sorted=False).indices
+    values = gradient[chosen]
+    gradient[chosen] = 0
+    for parameter, rest in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+        state.rest[parameter] = rest.clone().view_as(parameter)
+    all_values, all_chosen = ([torch.empty_like(own) for _ in range(size)] for own in (values, chosen))
+    dist.all_gather(all_values, values)
+    dist.all_gather(all_chosen, chosen)
+    gradient.zero_()
+    for theirs, where in zip(all_values, all_chosen, strict=True):
+        gradient.index_add_(0, where, theirs, alpha=1 / size)
+    done = torch.futures.Future()
+    done.set_result(gradient)
+    return done

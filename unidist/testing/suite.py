@@ -8,15 +8,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from unidist.testing import checks  # noqa: F401  # registers them
-from unidist.testing.case import CHECKS
+from unidist.testing.case import CHECKS, close
 
 LAUNCH_TIMEOUT = 240.0  # seconds for all checks of one launch; a hang is a failure
+RESUMES = "resumes in mid-epoch at world size"
 SCENARIOS = {"raises": (1, "the victim's own error"), "exits": (7, "exit code 7"), "is killed": (137, "SIGKILL")}
 
 
@@ -96,11 +97,14 @@ def conformance(
 
     configurations = [Configuration(backend, zoo, size, tuple(options.items()), servers) for size in world_sizes]
     cases = [(each, name) for each in configurations for name in [*CHECKS, "leaving", *SCENARIOS]]
+    cases += [(each, f"{RESUMES} {size}") for each in configurations for size in world_sizes if size < each.world_size]
 
     @pytest.mark.parametrize(("configuration", "name"), cases, ids=[f"{each}-{name}" for each, name in cases])
     def test(configuration: Configuration, name: str) -> None:
         if name in SCENARIOS:
             scenario(configuration, name)
+        elif name.startswith(RESUMES):
+            resume(configuration, int(name.split()[-1]))
         else:
             error = run(configuration).get(name)
             assert error is None, error
@@ -116,6 +120,18 @@ def scenario(configuration: Configuration, name: str) -> None:
     first = next(line for line in done.stdout.splitlines() if "failed first" in line)
     assert f"worker {configuration.world_size - 1} " in first, done.stdout
     assert words in done.stdout[done.stdout.index("failed first") :], done.stdout
+
+
+def resume(configuration: Configuration, size: int) -> None:
+    """Stopped in mid-epoch, a run goes on with another number of ranks: same samples, same curve."""
+    with tempfile.TemporaryDirectory(prefix="unidist-") as folder:
+        for part, where in (("whole", size), ("first", configuration.world_size), ("second", size)):
+            done = replace(configuration, world_size=where).start(
+                "unidist.testing.resume", configuration.zoo, folder, part
+            )
+            assert done.returncode == 0, done.stdout
+        whole, resumed = (json.loads((Path(folder) / f"{part}.json").read_text()) for part in ("whole", "second"))
+    close(resumed, whole, tolerance=1e-5)
 
 
 def _last(outcome: dict[str, str | None]) -> list[str]:

@@ -79,7 +79,7 @@ def mixed_precision(case: Case) -> None:
         assert abs(last - plain_last) < 0.05, f"{precision}: {last} against {plain_last}"
         assert any((a != b).any() for a, b in zip(case.parameters(model), case.parameters(plain), strict=True))
     with refused(UsageError, "precision"):
-        case.strategy.prepare(case.mlp(), SGD(0.1), precision="fp8")
+        case.strategy.prepare(case.mlp(), SGD(0.1), precision="fp8")  # type: ignore[arg-type]
 
 
 @check
@@ -96,7 +96,7 @@ def compressed_gradients(case: Case) -> None:
         assert last < first
         assert abs(last - plain) < 0.15, f"{compression}: {last} against {plain}"
     with refused(UsageError, "compression"):
-        case.strategy.prepare(case.mlp(), SGD(0.1), compression="zip")
+        case.strategy.prepare(case.mlp(), SGD(0.1), compression="zip")  # type: ignore[arg-type]
 
 
 @check

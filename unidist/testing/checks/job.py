@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import time
 from dataclasses import fields
 
@@ -134,3 +135,33 @@ def bad_arguments_are_refused_before_anything_happens(case: Case) -> None:
         strategy.broadcast(1, case.size)
     with refused(UsageError, "prepare"):
         strategy.train_step(case.mlp(), None, case.zoo.cross_entropy)
+
+
+@check
+def progress_and_metrics_are_for_rank_0(case: Case) -> None:
+    loader = case.strategy.loader(reference.data(16), per_device_batch=4)
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        bar = case.strategy.progress(loader, "pass")
+        for number, _ in enumerate(bar.over(loader)):
+            bar.show(loss=float(number))
+    assert ("samples/s" in heard.getvalue()) == (case.rank == 0), heard.getvalue()
+    with case.strategy.metrics(case.folder / "metrics", ("csv", "jsonl")) as metrics:
+        metrics.write(1, loss=0.5)
+    case.strategy.barrier()
+    assert (case.folder / "metrics" / "metrics.csv").read_text().count("\n") == 2
+
+
+@check
+def every_rank_has_a_log_file(case: Case) -> None:
+    root = logging.getLogger()
+    before = list(root.handlers)
+    case.strategy.log_to(case.folder / "logs")
+    try:
+        logging.getLogger("mine").warning("from rank %d", case.rank)
+    finally:
+        for handler in [each for each in root.handlers if each not in before]:
+            root.removeHandler(handler)
+            handler.close()
+    case.strategy.barrier()
+    (run,) = (case.folder / "logs").iterdir()
+    assert f"from rank {case.rank}" in (run / f"rank-{case.rank}.log").read_text()
