@@ -167,7 +167,6 @@ class UpdatedByWorker(Trained):
         if self.adding:
             self.clear()
 
-
     def _sum_over_devices(self) -> None:
         """In local SGD the store, which does it otherwise, is not asked."""
         for gradients in self._by_key:
@@ -294,14 +293,15 @@ class Staleness:
         self.updates, self.total, self.worst = 0, 0, 0
 
     def start(self) -> None:
-        self._key = self._store.keys(1)[0]
+        self._key, self._latest = self._store.keys(1)[0], nd.zeros(1)
         if self._store.rank == 0:
             self._store.command("count", [self._key])
         self._store.kv.init(self._key, nd.zeros(1))
 
     def count(self) -> None:
-        counter = nd.ones(1)
-        self._store.kv.pushpull(self._key, counter)  # the answer takes the place of what was sent
+        # Made from the last answer, so that the engine sends one after the other. The next takes the place of the 1.
+        counter = self._latest = nd.ones_like(self._latest)
+        self._store.kv.pushpull(self._key, counter)
         self._waiting.append(counter)
         if len(self._waiting) > self.BEHIND:
             self._read()
