@@ -3,14 +3,14 @@
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
-from unidist_mxnet.zoo import *  # noqa: F403
-from unidist_mxnet.zoo import cross_entropy
 
 from unidist import SGD, Adam
 from unidist.control import connect_from_env
 from unidist.errors import StateError, UsageError
 from unidist.testing import reference
 from unidist.testing.case import check, close, refused
+from unidist_mxnet.zoo import *  # noqa: F403
+from unidist_mxnet.zoo import cross_entropy
 
 
 def train(case, model, optimizer, samples=40, epochs=1, **how):
