@@ -150,13 +150,15 @@ class OneFlowBackend(Backend):
 
     def all_reduce(self, tensor: Any, op: Reduction) -> Any:
         mine = self._own_copy(tensor)
+        result = flow.int64 if mine.dtype == flow.bool and op == "sum" else mine.dtype  # bools are counted
+        if mine.dtype in (flow.float16, flow.bfloat16):  # OneFlow aborts the process
+            mine = mine.to(flow.float32)
+        elif mine.dtype in (flow.bool, flow.int8, flow.uint8):
+            mine = mine.to(flow.int64)
         if op == "sum":
-            if mine.dtype == flow.bool:
-                mine = mine.to(flow.int64)
-            carrier = flow.float32 if mine.dtype in (flow.float16, flow.bfloat16) else mine.dtype  # those two abort
-            return self._sum(mine.to(carrier)).to(mine.dtype)
-        stacked = self._stacked(mine.to(flow.int64) if mine.dtype in (flow.bool, flow.uint8, flow.int8) else mine)
-        return (stacked.amin(0) if op == "min" else stacked.amax(0)).to(mine.dtype)
+            return self._sum(mine).to(result)
+        stacked = self._stacked(mine)
+        return (stacked.amin(0) if op == "min" else stacked.amax(0)).to(result)
 
     def _sum(self, mine: Any) -> Any:
         return mine if self.world.world_size == 1 else flow._C.local_all_reduce(mine, inplace=False)
