@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from unidist_oneflow.consistent import Faces
     from unidist_oneflow.gradients import FlatGradients
 
-NO_GRAPH = "in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'"
-
 optimizers: Any = None
 flow: Any = None  # oneflow itself, from the moment at which the first Strategy of the process has brought it up
 _up: World | None = None  # the cluster that it was brought up for: it cannot be another one any more
@@ -78,11 +76,11 @@ class OneFlowBackend(Backend):
         self.version = flow.__version__
         on_gpu = self.device != "cpu"
         self.transport = f"OneFlow {options.view} view ({'NCCL' if on_gpu else 'TCP'})"
-        self.capabilities = replace(plugin.capabilities, compile=NO_GRAPH)
+        self.capabilities = plugin.capabilities
         if options.view == "consistent":
-            from unidist_oneflow.consistent import CANNOT
+            from unidist_oneflow.consistent import DIFFERENT
 
-            self.capabilities = replace(plugin.capabilities, **CANNOT)
+            self.capabilities = replace(plugin.capabilities, **DIFFERENT)
         self._placement = flow.placement("cuda" if on_gpu else "cpu", ranks=list(range(self.world.world_size)))
         self._from_spec: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose settings the user's code holds
         self._prepared: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()

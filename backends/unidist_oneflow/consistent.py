@@ -25,7 +25,9 @@ from unidist.errors import UnidistError
 if TYPE_CHECKING:
     from unidist_oneflow.backend import OneFlowBackend, Prepared
 
-CANNOT = {
+# What this view can do, where that is not what the mirrored one can.
+DIFFERENT: dict[str, bool | str] = {
+    "compile": True,
     "spelled_out": "in the consistent view local batches and a global model only meet inside a step: use train_step, "
     "or view='mirrored'",
     "local_sgd": "in the consistent view a parameter is one global tensor, the same on every rank: use view='mirrored'",

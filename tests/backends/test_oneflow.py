@@ -49,7 +49,7 @@ def test_dtypes_that_would_abort_the_process():
         assert results["oneflow.bool sum"] == [2.0] * 3
         assert "no dtype int16" in results["int16"]
         assert "oneflow.float16" in results["float16 model"]
-        assert results["float64 error"] < 1e-12
+        assert results["float64 error"] < 1e-7  # its kernels take the rate as float32
 
 
 def test_gradients_that_were_taken_away_are_missed():
