@@ -265,10 +265,13 @@ class OneFlowBackend(Backend):
         (loss if weight == 1.0 else loss * weight).backward()
 
     def apply(self, model: Any, optimizer: Any, update: Update) -> None:
-        prepared = self._prepared[model]
-        gradients = prepared.gradients
+        self.apply_gradients(model, optimizer, update, summed=not self._prepared[model].exchanged)
+
+    def apply_gradients(self, model: Any, optimizer: Any, update: Update, summed: bool) -> None:
+        """`summed`: over the ranks, already."""
+        gradients = self._prepared[model].gradients
         assert gradients is not None
-        gradients.finish(prepared.exchanged, update.rescale, update.clip_norm)
+        gradients.finish(not summed and self.world.world_size > 1, update.rescale, update.clip_norm)
         if update.lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = update.lr
