@@ -1,9 +1,9 @@
 """The consistent view: the model is made of global tensors, and a training step is compiled to an nn.Graph.
 
 The batch of each rank becomes its part of one global batch (split along the first axis), parameters are whole on
-every rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph, as sums over the ranks
-or, while they are accumulated, as partial sums, and are clipped and applied as in the mirrored view. (An optimizer
-inside the graph would fix its rate, its batch size and its accumulation for ever.)
+every rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph, as sums over the
+ranks or, while they are accumulated, as partial sums, and are clipped and applied as in the mirrored view. (An
+optimizer inside the graph would fix its rate, its batch size and its accumulation for ever.)
 """
 
 from __future__ import annotations
@@ -145,14 +145,12 @@ class GlobalStep:
         loss = self._loss_fn(model, *arguments)
         flat = [parameter for chosen in self._parameters for parameter in chosen]
         gradients = iter(flow.autograd.grad(loss, flat, factor.to(loss.dtype).reshape(loss.shape)))
-        buffers = [
-            flow.cat([next(gradients).to_global(sbp=flow.sbp.partial_sum).reshape(-1) for _ in chosen]).to_global(
-                sbp=sbp
-            )
+        parts = [
+            [next(gradients).to_global(sbp=flow.sbp.partial_sum).reshape(-1) for _ in chosen]
             for chosen in self._parameters
         ]
         share = loss.detach().to_global(sbp=flow.sbp.partial_sum) * float(self._backend.world.world_size)
-        return (share, *buffers)
+        return (share, *(flow.cat(each).to_global(sbp=sbp) for each in parts))
 
     def _compiled(self, shape: str, arguments: Any, factor: Tensor, sbp: Any) -> tuple[Tensor, ...] | None:
         """The results of the graph for batches of this shape; None when there is none, and the step runs eagerly."""
