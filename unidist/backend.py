@@ -41,6 +41,7 @@ class Capabilities:
     """
 
     synchronous: bool | str = True  # a step equals the serial step on the concatenated batches
+    lockstep: bool | str = True  # the ranks make their steps together; where not, each applies its own mean gradient
     uneven_batches: bool | str = True  # ... also when the ranks' batches differ in size
     spelled_out: bool | str = True  # forward / backward / step, beside train_step
     accumulate: bool | str = True
@@ -67,6 +68,9 @@ class Plugin:
     capabilities: Capabilities = Capabilities()
     implied_by: str | None = None  # an environment variable of the engine's own launcher that selects this backend
     plan: Callable[[Job], Sequence[Process]] | None = None  # the processes of a job; None: `nproc` equal workers
+    # "package.module:function" for a process whose role is not "worker" and that runs the user's script all the same:
+    # called with (world, options) in place of the training code, it returns when the job is over.
+    serve: str | None = None
     bench: str | None = None  # module with `contestants(strategy)`, hand-written loops first, for `unidist bench`
 
 
@@ -98,7 +102,9 @@ class Backend(ABC):
     capabilities: Capabilities
     world: World
     devices: int = 1  # how many devices this process drives
-    uneven: bool = False  # `train_step` may ask: do the ranks' parts of this batch differ in size? Strategy says so
+    # About the batch that a step is being made of, set by Strategy before the step:
+    uneven: bool = False  # the ranks' parts differ in size
+    padding_only: bool = False  # this rank has no sample in it, only a row to take part with
 
     @abstractmethod
     def __init__(self, world: World, options: Any, device: str | None, timeout: float) -> None:
@@ -210,9 +216,13 @@ class Backend(ABC):
             self.backward(model, loss, weight)
             if update is not None:
                 self.apply(model, optimizer, update)
-            return loss
+            return loss.detach()  # users keep losses; the graph behind them must go
 
         return run
+
+    def clear_gradients(self, model: Model) -> None:  # noqa: B027
+        """Called before a group of micro-batches when several models are prepared: the backward of one may have left
+        gradients in another. Override it where backward adds to what is there."""
 
     # -- the framework's own data loaders ----------------------------------------------------------------------
 
@@ -225,6 +235,7 @@ class Backend(ABC):
     ) -> AbstractContextManager[Iterator[Any]]:
         """Collated batches of the samples numbered in `batches`, on the device, read by `source.workers` processes.
 
-        For iterable data `batches` is None: each worker of each rank keeps every n-th element, as `data.stream` says.
+        For iterable data `batches` is None: (number of elements, batch) of those that `source.stream` leaves to this
+        rank, see `data.source.elements_of`.
         """
         raise NotImplementedError

@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 class Listener(NamedTuple):
     """Who is told: weights of training batches and the order in `gather` depend on it."""
 
-    on_batch: Callable[[Drawn], None]
+    on_batch: Callable[[Drawn, Any], None]  # with the batch itself
     on_end: Callable[[object], None]  # the pass was finished, or left
 
 
@@ -80,7 +80,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         plan = self._plan()
-        self._place = (self.epoch, self._start)
+        self._place = (self.epoch, self._start) if plan.steps else (self.epoch + 1, 0)
         self.epoch, self._start = self.epoch + 1, 0
         return self._pass(plan)
 
@@ -93,7 +93,7 @@ class Loader:
                 consumed = plan.start + step * self.batch.global_batch + total
                 self._place = (plan.number + 1, 0) if last else (plan.number, consumed)
                 # Told before the batch is handed out: the loop body that follows belongs to it.
-                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last))
+                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last), batch)
                 yield batch
         finally:  # also when the loop was left early
             reading.close()

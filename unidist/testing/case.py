@@ -39,6 +39,8 @@ class Case:
     native_sgd(model, lr)         the framework's own SGD over the model's parameters
     local_step(model, x, y, lr)   one plain SGD step of an unprepared model (for sync_batchnorm)
     data_loader(dataset, batch_size, shuffle)   the framework's own loader (for native_loader)
+    draw()                        three numbers from the generator that dropout uses, as a numpy array
+    WEAK_TENSORS                  whether Python can refer weakly to a tensor (then a kept batch is known again)
     """
 
     strategy: Strategy
@@ -67,6 +69,15 @@ class Case:
 
     def parameters(self, model: Any) -> list[np.ndarray[Any, Any]]:
         return [self.backend.to_numpy(tensor) for tensor in self.backend.state(model).values()]
+
+    def close_to_serial(self, model: Any, serial: reference.Serial) -> None:
+        """Where a step is not promised to be the serial one, all that can be said is that it trains."""
+        now = self.parameters(model)
+        if self.strategy.capabilities.synchronous is True:
+            close(now, serial.parameters)
+        else:
+            assert all(np.isfinite(each).all() for each in now), "not finite"
+            assert any((each != then).any() for each, then in zip(now, reference.weights(), strict=True)), "not trained"
 
     def train(
         self,

@@ -75,7 +75,7 @@ def evaluation_does_not_disturb_training(case: Case) -> None:
             case.strategy.gather([model(a) for a in case.strategy.loader(reference.data(5)[0], per_device_batch=1)])
         step(x, y)
     serial, _ = case.train_serially(SGD(0.5), samples, epochs=1, accumulate=2)
-    close(case.parameters(model), serial.parameters)
+    case.close_to_serial(model, serial)
 
 
 @check
@@ -105,6 +105,17 @@ def prediction_is_in_order(case: Case) -> None:
         close([case.strategy.predict(model, loader)], [serial.logits(x)])
         doubled = case.strategy.predict(model, loader, lambda m, batch: m(batch[0]) * 2)
         close([doubled], [serial.logits(x) * 2], tolerance=4e-6)
+
+
+@check
+def evaluation_within_evaluation(case: Case) -> None:
+    model = case.strategy.prepare(case.mlp(), SGD(0.1))[0]
+    x, _ = reference.data(7)
+    serial = reference.Serial(reference.weights(), SGD(0.1))
+    with case.strategy.evaluate(model):
+        inner = case.strategy.predict(model, case.strategy.loader(x, per_device_batch=3))
+        outer = case.strategy.gather([model(a) for a in case.strategy.loader(x, per_device_batch=3)])
+    close([inner, outer], [serial.logits(x)] * 2)
 
 
 @check
