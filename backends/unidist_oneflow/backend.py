@@ -238,6 +238,11 @@ class OneFlowBackend(Backend):
 
         return GlobalStep(self, model, optimizer, loss_fn, self._prepared[model], compile or self.options.graph)
 
+    def clear_gradients(self, model: Any) -> None:
+        gradients = self._prepared[model].gradients
+        if gradients is not None:
+            gradients.clear()
+
     def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
         prepared = self._prepared.get(model)
         if prepared is None or (what == "gradients" and prepared.gradients is None):
@@ -263,8 +268,14 @@ class OneFlowBackend(Backend):
         optimizers.load_state(self._prepared[model].named, optimizer, arrays, values, self.from_numpy, with_settings)
 
     def rng_state(self) -> dict[str, np.ndarray]:
-        return {"oneflow": self.to_numpy(flow.get_rng_state())}
+        flow._oneflow_internal.eager.Sync()  # numbers that are still to be drawn, as by the initialisation of a layer
+        state = {"oneflow": self.to_numpy(flow.get_rng_state())}
+        # OneFlow leaves out how far the generator has come within its block. So this run goes on from the beginning of
+        # the block too: it and the one that is resumed draw the same.
+        self.load_rng_state(state)
+        return state
 
     def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         if "oneflow" in arrays:
+            flow._oneflow_internal.eager.Sync()
             flow.set_rng_state(flow.from_numpy(np.array(arrays["oneflow"])))

@@ -55,6 +55,7 @@ class Faces:
                     if id(own) not in known:
                         known[id(own)] = _global_twin(own, placement)
                     self._entries.append((table, name, own, known[id(own)]))
+        self._inside = 0  # how often `local` was entered and not left
         self._show(3)
 
     def _show(self, which: int) -> None:
@@ -64,11 +65,13 @@ class Faces:
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the module is one of local tensors."""
+        self._inside += 1
         self._show(2)
         try:
             yield
         finally:
-            self._show(3)
+            self._inside -= 1
+            self._show(2 if self._inside else 3)
 
     def twins(self, own: Sequence[Tensor]) -> list[Tensor]:
         by_id = {id(entry[2]): entry[3] for entry in self._entries}
