@@ -268,12 +268,10 @@ class OneFlowBackend(Backend):
         optimizers.load_state(self._prepared[model].named, optimizer, arrays, values, self.from_numpy, with_settings)
 
     def rng_state(self) -> dict[str, np.ndarray]:
-        flow._oneflow_internal.eager.Sync()  # numbers that are still to be drawn, as by the initialisation of a layer
-        state = {"oneflow": self.to_numpy(flow.get_rng_state())}
-        # OneFlow leaves out how far the generator has come within its block. So this run goes on from the beginning of
-        # the block too: it and the one that is resumed draw the same.
-        self.load_rng_state(state)
-        return state
+        # OneFlow leaves out how far a generator has come within its block of numbers; a new one is at the beginning. So
+        # the generator draws its own successor: this run and one that is resumed go on with that, and draw the same.
+        flow.manual_seed(int(flow.randint(0, 2**31 - 1, (1,)).numpy()[0]))
+        return {"oneflow": self.to_numpy(flow.get_rng_state())}
 
     def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         if "oneflow" in arrays:
