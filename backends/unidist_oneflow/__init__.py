@@ -126,6 +126,7 @@ plugin = Plugin(
         "larger batches",
         mixed_precision="OneFlow 0.9 has it only with an optimizer inside an nn.Graph: train in float32",
         compression="OneFlow's all-reduce takes gradients as they are: leave it out, or exchange less with sync_every=",
+        compile="in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'",
         gpu="written for CUDA, not run by the tests: they have no GPU",
     ),
     plan=plan,

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import importlib
-import os
-import socket
-import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from unidist import Backend, Features, OptimizerSpec, Update, World
 from unidist.backend import Reduction
-from unidist.errors import StateError, UnsupportedOperation, UsageError, WorldError
-from unidist_oneflow import OneFlowOptions, plugin, start
+from unidist.errors import UnsupportedOperation, UsageError
+from unidist_oneflow import OneFlowOptions, plugin
+from unidist_oneflow.cluster import Cluster
 from unidist_oneflow.devices import pick_device, visible_gpus
-from unidist_oneflow.leaving import Leaving
-from unidist_oneflow.lifeline import Lifeline
 from unidist_oneflow.machines import place
-from unidist_oneflow.meeting import Meeting
-from unidist_oneflow.preflight import check_interface, gather_facts
 
 if TYPE_CHECKING:
     from unidist_oneflow.consistent import Faces
     from unidist_oneflow.gradients import FlatGradients
 
-NO_GRAPH = "in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'"
-
+# Bound when a Strategy starts: oneflow fixes its cluster while it is imported.
+flow: Any = None
 optimizers: Any = None
-flow: Any = None  # oneflow itself, from the moment at which the first Strategy of the process has brought it up
-_up: World | None = None  # the cluster that it was brought up for: it cannot be another one any more
-_in_use = False
 
 
 @dataclass
@@ -53,68 +42,28 @@ class OneFlowBackend(Backend):
     framework = "oneflow"
 
     def __init__(self, world: World, options: OneFlowOptions, device: str | None, timeout: float) -> None:
-        global flow, optimizers, _up, _in_use
+        global flow, optimizers
         self.world, self.options = place(world, options), options
         self.device = pick_device(device, visible_gpus(), self.world)
-        if _in_use:
-            raise StateError("a process has one place in OneFlow's cluster: close the first Strategy before another")
-        self._lifeline: Lifeline | None = None
-        if flow is None:
-            start.check_not_imported()
-            self.world = _with_meeting_point(self.world)
-            self._lifeline = self._meet(timeout)
-            graphs = options.view == "consistent"
-            flow = start.bring_up(self.world, graphs, options.verbose, timeout, _log_folder())
-            optimizers = importlib.import_module("unidist_oneflow.optimizers")  # needs oneflow, as those below do
-            _up = self.world
-            self._leaving = Leaving(self._tell)
-            self._leaving.install()
-        elif _up is not None and (self.world.rank, self.world.world_size) != (_up.rank, _up.world_size):
-            raise StateError(
-                f"this process is rank {_up.rank} of {_up.world_size} in OneFlow's cluster, and cannot become rank "
-                f"{self.world.rank} of {self.world.world_size}: use a new process"
-            )
-        _in_use = True
+        self._cluster = Cluster(self.world, options, on_gpu=self.device != "cpu", timeout=timeout)
+        self.world, flow = self._cluster.world, self._cluster.flow
+        optimizers = importlib.import_module("unidist_oneflow.optimizers")  # needs oneflow, as those below do
         self.version = flow.__version__
         on_gpu = self.device != "cpu"
         self.transport = f"OneFlow {options.view} view ({'NCCL' if on_gpu else 'TCP'})"
-        self.capabilities = replace(plugin.capabilities, compile=NO_GRAPH)
+        self.capabilities = plugin.capabilities
         if options.view == "consistent":
-            from unidist_oneflow.consistent import CANNOT
+            from unidist_oneflow.consistent import DIFFERENT
 
-            self.capabilities = replace(plugin.capabilities, **CANNOT)
+            self.capabilities = replace(plugin.capabilities, **DIFFERENT)
         self._placement = flow.placement("cuda" if on_gpu else "cpu", ranks=list(range(self.world.world_size)))
         self._from_spec: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose settings the user's code holds
         self._prepared: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()
 
-    def _meet(self, timeout: float) -> Lifeline | None:
-        world, machine = self.world, self.options.machine
-        check_interface(world, machine[world.node_rank] if machine else None, self.device != "cpu")
-        meeting = Meeting(world, machine, gather_facts(world, machine, self.options.view), timeout)
-        if world.num_nodes == 1 and os.environ.get("UNIDIST_TOKEN"):  # one launcher of ours watches all of them
-            for wire in meeting.wires.values():
-                wire.close()
-            return None
-        if world.node_rank > 0 and world.local_rank == 0:
-            sys.stderr.write(
-                f"unidist: node {world.node_rank} of {world.num_nodes} computes; node 0 ({world.master_addr}) prints "
-                f"and saves. OneFlow's logs of this node are in {_log_folder()}\n"
-            )
-        return Lifeline(world, meeting.wires, meeting.everyone)
-
-    def _tell(self, why: str) -> None:
-        if self._lifeline is not None:
-            self._lifeline.tell(why)
-
     def close(self, failed: bool) -> None:
-        global _in_use
-        _in_use = False
-        if failed:
-            self._leaving.failed()
-            return
-        self.barrier()
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if not failed:
+            self.barrier()
+        self._cluster.leave(failed)
 
     # -- tensors
 
@@ -150,13 +99,15 @@ class OneFlowBackend(Backend):
 
     def all_reduce(self, tensor: Any, op: Reduction) -> Any:
         mine = self._own_copy(tensor)
+        result = flow.int64 if mine.dtype == flow.bool and op == "sum" else mine.dtype  # bools are counted
+        if mine.dtype in (flow.float16, flow.bfloat16):  # OneFlow aborts the process
+            mine = mine.to(flow.float32)
+        elif mine.dtype in (flow.bool, flow.int8, flow.uint8):
+            mine = mine.to(flow.int64)
         if op == "sum":
-            if mine.dtype == flow.bool:
-                mine = mine.to(flow.int64)
-            carrier = flow.float32 if mine.dtype in (flow.float16, flow.bfloat16) else mine.dtype  # those two abort
-            return self._sum(mine.to(carrier)).to(mine.dtype)
-        stacked = self._stacked(mine.to(flow.int64) if mine.dtype in (flow.bool, flow.uint8, flow.int8) else mine)
-        return (stacked.amin(0) if op == "min" else stacked.amax(0)).to(mine.dtype)
+            return self._sum(mine).to(result)
+        stacked = self._stacked(mine)
+        return (stacked.amin(0) if op == "min" else stacked.amax(0)).to(result)
 
     def _sum(self, mine: Any) -> Any:
         return mine if self.world.world_size == 1 else flow._C.local_all_reduce(mine, inplace=False)
@@ -265,10 +216,13 @@ class OneFlowBackend(Backend):
         (loss if weight == 1.0 else loss * weight).backward()
 
     def apply(self, model: Any, optimizer: Any, update: Update) -> None:
-        prepared = self._prepared[model]
-        gradients = prepared.gradients
+        self.apply_gradients(model, optimizer, update, summed=not self._prepared[model].exchanged)
+
+    def apply_gradients(self, model: Any, optimizer: Any, update: Update, summed: bool) -> None:
+        """`summed`: over the ranks, already."""
+        gradients = self._prepared[model].gradients
         assert gradients is not None
-        gradients.finish(prepared.exchanged, update.rescale, update.clip_norm)
+        gradients.finish(not summed and self.world.world_size > 1, update.rescale, update.clip_norm)
         if update.lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = update.lr
@@ -283,6 +237,11 @@ class OneFlowBackend(Backend):
         from unidist_oneflow.consistent import GlobalStep
 
         return GlobalStep(self, model, optimizer, loss_fn, self._prepared[model], compile or self.options.graph)
+
+    def clear_gradients(self, model: Any) -> None:
+        gradients = self._prepared[model].gradients
+        if gradients is not None:
+            gradients.clear()
 
     def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
         prepared = self._prepared.get(model)
@@ -309,26 +268,12 @@ class OneFlowBackend(Backend):
         optimizers.load_state(self._prepared[model].named, optimizer, arrays, values, self.from_numpy, with_settings)
 
     def rng_state(self) -> dict[str, np.ndarray]:
+        # OneFlow leaves out how far a generator has come within its block of numbers; a new one is at the beginning. So
+        # the generator draws its own successor: this run and one that is resumed go on with that, and draw the same.
+        flow.manual_seed(int(flow.randint(0, 2**31 - 1, (1,)).numpy()[0]))
         return {"oneflow": self.to_numpy(flow.get_rng_state())}
 
     def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         if "oneflow" in arrays:
+            flow._oneflow_internal.eager.Sync()
             flow.set_rng_state(flow.from_numpy(np.array(arrays["oneflow"])))
-
-
-def _with_meeting_point(world: World) -> World:
-    if world.world_size == 1:  # alone, but OneFlow wants a port nevertheless
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return replace(world, master_addr="127.0.0.1", master_port=free.getsockname()[1])
-    if world.master_addr is None or world.master_port is None:
-        raise WorldError(
-            f"{world.source} does not say where rank 0 is: set MASTER_ADDR and MASTER_PORT for every process, give "
-            "machine= and ctrl_port=, or start with `unidist run`"
-        )
-    return world
-
-
-def _log_folder() -> Path:
-    given = os.environ.get("GLOG_log_dir")  # noqa: SIM112  # its real name
-    return Path(given or Path(tempfile.gettempdir()) / f"oneflow-logs-{os.getuid()}")

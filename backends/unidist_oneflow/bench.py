@@ -1,4 +1,4 @@
-"""What `unidist bench step --backend oneflow` compares: OneFlow's DDP, or nn.Graph, by hand, and the same by unidist."""
+"""What `unidist bench step --backend oneflow` compares: DDP, or nn.Graph, by hand, and the same through unidist."""
 
 from itertools import cycle, islice
 

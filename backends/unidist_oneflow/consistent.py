@@ -1,9 +1,9 @@
 """The consistent view: the model is made of global tensors, and a training step is compiled to an nn.Graph.
 
 The batch of each rank becomes its part of one global batch (split along the first axis), parameters are whole on
-every rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph as partial sums, so
-that they are accumulated, summed over the ranks, clipped and applied as in the mirrored view. (An optimizer inside the
-graph would fix its rate, its batch size and its accumulation for ever.)
+every rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph, as sums over the
+ranks or, while they are accumulated, as partial sums, and are clipped and applied as in the mirrored view. (An
+optimizer inside the graph would fix its rate, its batch size and its accumulation for ever.)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from unidist.errors import UnidistError
 if TYPE_CHECKING:
     from unidist_oneflow.backend import OneFlowBackend, Prepared
 
-CANNOT = {
+# What this view can do, where that is not what the mirrored one can.
+DIFFERENT: dict[str, bool | str] = {
+    "compile": True,
     "spelled_out": "in the consistent view local batches and a global model only meet inside a step: use train_step, "
     "or view='mirrored'",
     "local_sgd": "in the consistent view a parameter is one global tensor, the same on every rank: use view='mirrored'",
@@ -52,6 +55,7 @@ class Faces:
                     if id(own) not in known:
                         known[id(own)] = _global_twin(own, placement)
                     self._entries.append((table, name, own, known[id(own)]))
+        self._inside = 0  # how often `local` was entered and not left
         self._show(3)
 
     def _show(self, which: int) -> None:
@@ -61,11 +65,13 @@ class Faces:
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the module is one of local tensors."""
+        self._inside += 1
         self._show(2)
         try:
             yield
         finally:
-            self._show(3)
+            self._inside -= 1
+            self._show(2 if self._inside else 3)
 
     def twins(self, own: Sequence[Tensor]) -> list[Tensor]:
         by_id = {id(entry[2]): entry[3] for entry in self._entries}
@@ -99,16 +105,20 @@ class GlobalStep:
         self._graphs: dict[str, Any] = {}
         self._compile = compile
         self._factors: dict[float, Tensor] = {}
+        self._accumulated = False  # gradients of earlier batches are waiting
         self._counters = [each for each in model.modules() if getattr(each, "num_batches_tracked", None) is not None]
 
     def __call__(self, batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> Tensor:
+        # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
+        summed = update is not None and not self._accumulated and not self._backend.uneven
         if self._backend.uneven:
             loss = self._locally(batch, weight)
         else:
-            loss, *flat = self._run(batch, weight)
-            self._gradients.add(flat)
+            loss, *flat = self._run(batch, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
+            self._gradients.put(flat) if summed else self._gradients.add(flat)
+        self._accumulated = update is None
         if update is not None:
-            self._backend.apply(self._model, self._optimizer, update)
+            self._backend.apply_gradients(self._model, self._optimizer, update, summed)
         return loss
 
     def _locally(self, batch: Sequence[Any], weight: float) -> Tensor:
@@ -118,42 +128,41 @@ class GlobalStep:
             self._backend.backward(self._model, loss, weight)
         return loss.detach()
 
-    def _run(self, batch: Sequence[Any], weight: float) -> list[Tensor]:
+    def _run(self, batch: Sequence[Any], weight: float, sbp: Any) -> list[Tensor]:
         arguments = _map(batch, self._to_global)
         if weight not in self._factors:  # a handful: full batches and the last of an accumulation
             self._factors[weight] = flow.tensor(weight).to_global(
                 placement=self._placement, sbp=flow.sbp.broadcast, check_meta=False
             )
-        results = self._compiled(_shape_of(batch), arguments, self._factors[weight])
+        results = self._compiled(f"{sbp} {_shape_of(batch)}", arguments, self._factors[weight], sbp)
         if results is None:
-            results = self._loss_and_gradients(self._model, arguments, self._factors[weight])
+            results = self._loss_and_gradients(self._model, arguments, self._factors[weight], sbp)
         return [each.to_local() for each in results]
 
     def _to_global(self, tensor: Tensor) -> Tensor:
         # All ranks hold parts of one shape, so nothing has to be asked of the others.
         return tensor.to_global(placement=self._placement, sbp=flow.sbp.split(0), check_meta=False)
 
-    def _loss_and_gradients(self, model: Any, arguments: Any, factor: Tensor) -> tuple[Tensor, ...]:
+    def _loss_and_gradients(self, model: Any, arguments: Any, factor: Tensor, sbp: Any) -> tuple[Tensor, ...]:
         """In global tensors: the loss, and the gradients of `factor * loss` as one flat tensor for each buffer."""
-        partial = flow.sbp.partial_sum
         loss = self._loss_fn(model, *arguments)
         flat = [parameter for chosen in self._parameters for parameter in chosen]
         gradients = iter(flow.autograd.grad(loss, flat, factor.to(loss.dtype).reshape(loss.shape)))
-        buffers = [
-            flow.cat([next(gradients).to_global(sbp=partial).reshape(-1) for _ in chosen])
+        parts = [
+            [next(gradients).to_global(sbp=flow.sbp.partial_sum).reshape(-1) for _ in chosen]
             for chosen in self._parameters
         ]
-        share = loss.detach().to_global(sbp=partial) * float(self._backend.world.world_size)
-        return (share, *buffers)
+        share = loss.detach().to_global(sbp=flow.sbp.partial_sum) * float(self._backend.world.world_size)
+        return (share, *(flow.cat(each).to_global(sbp=sbp) for each in parts))
 
-    def _compiled(self, shape: str, arguments: Any, factor: Tensor) -> tuple[Tensor, ...] | None:
+    def _compiled(self, shape: str, arguments: Any, factor: Tensor, sbp: Any) -> tuple[Tensor, ...] | None:
         """The results of the graph for batches of this shape; None when there is none, and the step runs eagerly."""
         if not self._compile or (shape not in self._graphs and len(self._graphs) == GRAPHS):
             return None
         if shape in self._graphs:
             return self._count(self._graphs[shape](arguments, factor))
         _release_unused(self._backend)
-        graph = _StepGraph(self._model, self._loss_and_gradients, self._placement)
+        graph = _StepGraph(self._model, partial(self._loss_and_gradients, sbp=sbp), self._placement)
         _alive.append((weakref.ref(self), graph))
         try:
             results = graph(arguments, factor)

@@ -47,6 +47,11 @@ class FlatGradients:
         for buffer, part in zip(self.buffers, flat, strict=True):
             buffer.add_(part)
 
+    def put(self, flat: Sequence[Tensor]) -> None:
+        """The same, where there are none yet."""
+        for buffer, part in zip(self.buffers, flat, strict=True):
+            buffer.copy_(part)
+
     def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
         """Sum over the ranks, then scale, then clip by the norm of all of them together."""
         if self._first.grad is not self._first_view:

@@ -57,7 +57,7 @@ def state(named: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], dic
         if "exp_avg" in own:
             tensors[f"{name}/step"] = flow.tensor(float(optimizer._state["step"]))
     groups = [dict(group.options) for group in optimizer.param_groups]
-    return tensors, {"step": optimizer._state["step"], "groups": groups}
+    return tensors, {"kind": type(optimizer).__name__, "step": optimizer._state["step"], "groups": groups}
 
 
 def load_state(
