@@ -21,5 +21,5 @@ def test_every_file_that_is_linked_exists():
 
 def test_every_make_target_that_is_named_exists():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    for name in re.findall(r"make ([a-z-]+)", README):
+    for name in re.findall(r"(?:\$ |`)make ([a-z-]+)", README):
         assert name in targets
