@@ -22,7 +22,7 @@ from unidist.control import Control, ControlServer, connect_from_env
 from unidist.data.source import OwnLoader
 from unidist.errors import StateError, UsageError
 from unidist.watch import own_interface
-from unidist_mxnet import MxnetOptions, capabilities, loading
+from unidist_mxnet import MxnetOptions, capabilities, loading, memory
 from unidist_mxnet.arrays import from_numpy, kind_like
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.exchange import Exchange
@@ -49,7 +49,10 @@ class MxnetBackend(Backend):
         self._trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
         self._server: ControlServer | None = None
         self._store = Store(world, options, self.devices, timeout)
-        self._exchange = Exchange(self._control(), *self._place(), options.collective_timeout)
+        control = self._control()
+        self._exchange = Exchange(control, *self._place(), options.collective_timeout)
+        told_by_servers = self._store.distributed and control is not None and self._server is None
+        self._server_memory = memory.ask(control, int(os.environ["DMLC_NUM_SERVER"])) if told_by_servers else []
         self._rank_0_leads = True
         self._find_neighbours()
         self.transport = self._describe_transport()
@@ -170,8 +173,15 @@ class MxnetBackend(Backend):
         if any(is_deferred(each) for each in parameters.values()):
             self._start_at_first_call(model, trained)
         else:
-            trained.start(self._rank_0_leads)
+            self._start(trained)
         return model, optimizer
+
+    def _start(self, trained: Trained) -> None:
+        trained.start(self._rank_0_leads)
+        copies = 4 if isinstance(trained, UpdatedByServer) else 2  # with the two moments of Adam
+        problem = memory.warning(trained.bytes, copies, self._server_memory)
+        if problem and self.world.rank == 0:
+            sys.stderr.write(f"unidist: {problem}\n")
 
     def _make(self, parameters: dict[str, Any], optimizer: Any, native: Any, local: bool) -> tuple[Trained, Any]:
         alone = local or self.capabilities.lockstep is not True
@@ -198,7 +208,7 @@ class MxnetBackend(Backend):
             handle.detach()
             with autograd.pause(train_mode=False):
                 block.forward(*inputs)
-            trained.start(self._rank_0_leads)
+            self._start(trained)
 
         handle = model.register_forward_pre_hook(first)
 

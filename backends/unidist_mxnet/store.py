@@ -76,7 +76,7 @@ class Store:
         if self._compressed:
             self.kv.set_gradient_compression({"type": options.compression, "threshold": options.compression_threshold})
         if "UNIDIST_CONTROL" not in os.environ:
-            self._lookout = Lookout(world).__enter__()
+            self._lookout = Lookout(world, met=True).__enter__()
         self._hook = _leave_at_once_after_an_error()
 
     # -- keys -------------------------------------------------------------------------------------------------

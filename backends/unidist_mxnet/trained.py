@@ -61,6 +61,10 @@ class Trained:
         if self.adding:
             self.clear()
 
+    @property
+    def bytes(self) -> int:
+        return sum(each.list_data()[0].size * np.dtype(each.dtype).itemsize for each in self.parameters)
+
     def before_start(self) -> None:
         """The servers can be told something before the first value reaches them."""
 

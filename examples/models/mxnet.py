@@ -1,8 +1,9 @@
 """The examples' model in MXNet Gluon."""
 
-import models
 import mxnet as mx
 from mxnet.gluon import nn
+
+import models
 
 _cross_entropy = mx.gluon.loss.SoftmaxCrossEntropyLoss()
 

@@ -1,16 +1,16 @@
-"""What only MXNet has, as further checks of the suite: they run on real ranks. Named as a zoo, so that ranks import it."""
+"""What only MXNet has, as further checks for real ranks. It is named as their zoo, so that they import it."""
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
-from unidist_mxnet.zoo import *  # noqa: F403
-from unidist_mxnet.zoo import cross_entropy
 
 from unidist import SGD, Adam
 from unidist.control import connect_from_env
 from unidist.errors import StateError, UsageError
 from unidist.testing import reference
 from unidist.testing.case import check, close, refused
+from unidist_mxnet.zoo import *  # noqa: F403
+from unidist_mxnet.zoo import cross_entropy
 
 
 def train(case, model, optimizer, samples=40, epochs=1, **how):
@@ -25,7 +25,7 @@ def train(case, model, optimizer, samples=40, epochs=1, **how):
 
 def undecided(hybrid=True):
     """Its first layer learns its input size from the data."""
-    inputs, hidden, classes = reference.SIZES
+    _, hidden, classes = reference.SIZES
     model = nn.HybridSequential()
     model.add(nn.Dense(hidden), nn.Activation("tanh"), nn.Dense(classes))
     model.initialize(mx.init.Normal(0.3))
