@@ -239,7 +239,7 @@ def test_death_ends_a_job_started_by_hand(tmp_path, victim):
             assert all(process.poll() is None for process in started.values()), outputs(tmp_path, started)
             time.sleep(0.2)
         started[victim].kill()
-        codes = {name: process.wait(30) for name, process in started.items()}
+        codes = {name: process.wait(90) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert codes.pop(victim) == -9
     assert set(codes.values()) == {1}, said
@@ -323,9 +323,9 @@ def test_distributed_store_without_a_cluster_is_refused(tmp_path):
 
 def test_the_example_learns_what_torch_learns(tmp_path):
     """The same initial weights, the same samples, the same losses to 1e-4: those of torch, written down here."""
+    launcher = [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1"]
     done = subprocess.run(
-        [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1"]
-        + ["--option=kvstore=dist_sync", str(ROOT / "examples" / "train.py"), "--epochs=5"],
+        [*launcher, "--option=kvstore=dist_sync", str(ROOT / "examples" / "train.py"), "--epochs=5"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
