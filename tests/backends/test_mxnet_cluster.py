@@ -16,6 +16,7 @@ from unidist.launch.environments import interpreter_for
 from unidist.launch.plan import Job, plan, totals
 from unidist.launch.ports import Ports
 from unidist_mxnet import MxnetOptions, capabilities
+from unidist_mxnet.cluster import with_neighbours
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.memory import warning
 
@@ -152,6 +153,13 @@ def test_contexts():
     ]:
         with pytest.raises(UsageError, match=words):
             pick_contexts(asked, devices, gpus, second)
+
+
+def test_neighbours_are_found_by_the_names_of_hosts():
+    unknown = World(2, 4, -1, 0, -1, 0, source="dmlc")
+    found = with_neighbours(unknown, ["a", "b", "b", "a"])
+    assert (found.local_rank, found.local_world_size, found.node_rank, found.num_nodes) == (1, 2, 1, 2)
+    assert with_neighbours(World(0, 1), ["a"]) == World(0, 1)
 
 
 def test_servers_that_are_too_small_are_warned_about():
