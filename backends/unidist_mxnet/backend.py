@@ -237,6 +237,11 @@ class MxnetBackend(Backend):
         if "mxnet" in arrays:
             mx.random.seed(int(arrays["mxnet"][0]))
 
+    def clear_gradients(self, model: Any) -> None:
+        trained = self._trained[model]
+        if trained.adding:  # else the next backward overwrites them
+            trained.clear()
+
     def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
         if model not in self._trained:
             raise UsageError("average: this model was not returned by prepare()")

@@ -100,15 +100,28 @@ class Trained:
 
     def average(self, what: str, size: int) -> None:
         """The mean over ranks, in place."""
-        if size == 1:
+        arrays = self.weights
+        if what == "gradients":
+            arrays, size = self.gradients, size // self._divisor  # they may have been divided already
+            if not self.sync and len(arrays) > 1:
+                self._sum_over_devices()
+            self.sync = True
+        if self._store.kv is None or not self._store.distributed:
             return
-        arrays = self.gradients if what == "gradients" else self.weights
         for n, (key, first) in enumerate(zip(self.keys, arrays[0], strict=True)):
             mean = first.copy()
             self._store.sum(key, mean, -n, self._exchange)
             mean /= size
             for device in arrays:
                 mean.copyto(device[n])
+
+    def _sum_over_devices(self) -> None:
+        """The store does it otherwise; it is not asked in local SGD, nor when an average is called for by hand."""
+        for gradients in self._by_key:
+            for other in gradients[1:]:
+                gradients[0] += other.as_in_context(gradients[0].context)
+            for other in gradients[1:]:
+                gradients[0].copyto(other)
 
     def _head(self, loss: nd.NDArray, weight: float) -> nd.NDArray:
         weight /= self._divisor
@@ -169,14 +182,6 @@ class UpdatedByWorker(Trained):
             updater(self._indices, gradients, weights)
         if self.adding:
             self.clear()
-
-    def _sum_over_devices(self) -> None:
-        """In local SGD the store, which does it otherwise, is not asked."""
-        for gradients in self._by_key:
-            for other in gradients[1:]:
-                gradients[0] += other.as_in_context(gradients[0].context)
-            for other in gradients[1:]:
-                gradients[0].copyto(other)
 
     def optimizer_state(self) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
         return saved_state(self.updaters[0], self.names)
