@@ -22,14 +22,16 @@ from unidist.control import Control, ControlServer, connect_from_env
 from unidist.data.source import OwnLoader
 from unidist.errors import StateError, UsageError
 from unidist.watch import own_interface
-from unidist_mxnet import MxnetOptions, capabilities, loading
+from unidist_mxnet import MxnetOptions, capabilities, loading, memory
 from unidist_mxnet.arrays import from_numpy, kind_like
+from unidist_mxnet.cluster import with_neighbours
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.exchange import Exchange
 from unidist_mxnet.models import check_model, check_optimizer, collect, is_deferred, split
 from unidist_mxnet.optimizers import describe, from_spec
+from unidist_mxnet.served import UpdatedByServer
 from unidist_mxnet.store import Store
-from unidist_mxnet.trained import Trained, UpdatedByServer, UpdatedByWorker
+from unidist_mxnet.trained import Trained, UpdatedByWorker
 
 _open = False
 
@@ -49,7 +51,10 @@ class MxnetBackend(Backend):
         self._trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
         self._server: ControlServer | None = None
         self._store = Store(world, options, self.devices, timeout)
-        self._exchange = Exchange(self._control(), *self._place(), options.collective_timeout)
+        control = self._control()
+        self._exchange = Exchange(control, *self._place(), options.collective_timeout)
+        told_by_servers = self._store.distributed and control is not None and self._server is None
+        self._server_memory = memory.ask(control, int(os.environ["DMLC_NUM_SERVER"])) if told_by_servers else []
         self._rank_0_leads = True
         self._find_neighbours()
         self.transport = self._describe_transport()
@@ -79,18 +84,7 @@ class MxnetBackend(Backend):
     def _find_neighbours(self) -> None:
         told = self._exchange.meet([self._store.rank, socket.gethostname()])
         self._rank_0_leads = told[0][0] == 0
-        world, hosts = self.world, [host for _, host in told]
-        if world.local_rank >= 0 and world.num_nodes > 0 and world.local_world_size > 0:
-            return
-        here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-        nodes = list(dict.fromkeys(hosts))
-        self.world = replace(
-            world,
-            local_rank=here.index(world.rank),
-            local_world_size=len(here),
-            node_rank=nodes.index(hosts[world.rank]),
-            num_nodes=len(nodes),
-        )
+        self.world = with_neighbours(self.world, [host for _, host in told])
 
     def _describe_transport(self) -> str:
         said = f"KVStore {self._store.name}" + (" (chosen)" if self.options.kvstore == "auto" else " (asked for)")
@@ -170,8 +164,15 @@ class MxnetBackend(Backend):
         if any(is_deferred(each) for each in parameters.values()):
             self._start_at_first_call(model, trained)
         else:
-            trained.start(self._rank_0_leads)
+            self._start(trained)
         return model, optimizer
+
+    def _start(self, trained: Trained) -> None:
+        trained.start(self._rank_0_leads)
+        copies = 4 if isinstance(trained, UpdatedByServer) else 2  # with the two moments of Adam
+        problem = memory.warning(trained.bytes, copies, self._server_memory)
+        if problem and self.world.rank == 0:
+            sys.stderr.write(f"unidist: {problem}\n")
 
     def _make(self, parameters: dict[str, Any], optimizer: Any, native: Any, local: bool) -> tuple[Trained, Any]:
         alone = local or self.capabilities.lockstep is not True
@@ -198,7 +199,7 @@ class MxnetBackend(Backend):
             handle.detach()
             with autograd.pause(train_mode=False):
                 block.forward(*inputs)
-            trained.start(self._rank_0_leads)
+            self._start(trained)
 
         handle = model.register_forward_pre_hook(first)
 
@@ -235,6 +236,11 @@ class MxnetBackend(Backend):
     def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         if "mxnet" in arrays:
             mx.random.seed(int(arrays["mxnet"][0]))
+
+    def clear_gradients(self, model: Any) -> None:
+        trained = self._trained[model]
+        if trained.adding:  # else the next backward overwrites them
+            trained.clear()
 
     def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
         if model not in self._trained:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ LOOK_EVERY = 1.0
 MISSES = 3  # looks in a row: the scheduler may leave a moment before the others when all is well
 SILENCE = 5  # seconds without a heartbeat until a node counts as dead
 OBITUARY_FOR = 5.0  # seconds during which the cause can be read
+PATIENCE = 300.0  # seconds for which a server waits for the scheduler to come
 OPENING = b"unidist: "  # ZeroMQ opens with 0xff
 
 
@@ -39,10 +41,26 @@ def with_defaults(env: MutableMapping[str, str]) -> None:
             env["DMLC_NODE_HOST"] = probe.getsockname()[0]
 
 
+def with_neighbours(world: World, hosts: list[str]) -> World:
+    """Complete what DMLC_* leaves open: who shares a host. `hosts` holds the name of each rank's."""
+    if world.local_rank >= 0 and world.num_nodes > 0 and world.local_world_size > 0:
+        return world
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    nodes = list(dict.fromkeys(hosts))
+    return dataclasses.replace(
+        world,
+        local_rank=here.index(world.rank),
+        local_world_size=len(here),
+        node_rank=nodes.index(hosts[world.rank]),
+        num_nodes=len(nodes),
+    )
+
+
 class Lookout:
     """A context in which this process ends, with the cause if it can be had, when the scheduler is gone."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, met: bool) -> None:
+        self._met = met  # it has been there; a server may come before it
         self._address = (world.master_addr, world.master_port)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="unidist-lookout", daemon=True)
@@ -55,14 +73,17 @@ class Lookout:
         self._stop.set()
 
     def _watch(self) -> None:
-        met, misses = False, 0
-        while not self._stop.wait(LOOK_EVERY):
+        misses, begun = 0, time.monotonic()
+        name = f"the scheduler at {self._address[0]}:{self._address[1]}"
+        while not self._stop.wait(LOOK_EVERY if self._met else LOOK_EVERY / 10):
             heard = self._look()
-            met, misses = met or bool(heard), 0 if heard else misses + 1
+            self._met, misses = self._met or bool(heard), 0 if heard else misses + 1
             if heard.startswith(OPENING):
                 self._end(heard[len(OPENING) :].decode(errors="replace").strip())
-            if met and misses >= MISSES:
-                self._end(f"the scheduler at {self._address[0]}:{self._address[1]} is gone: see its log for the cause")
+            if self._met and misses >= MISSES:
+                self._end(f"{name} is gone: see its log for the cause")
+            if not self._met and time.monotonic() > begun + PATIENCE:
+                self._end(f"{name} did not come within {PATIENCE:g} s: is it started, and is the address right?")
 
     def _look(self) -> bytes:
         try:

@@ -15,13 +15,14 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unidist.control import connect_from_env
 from unidist.errors import BackendUnavailable, UnidistError
 from unidist.world import World, detect
-from unidist_mxnet import MxnetOptions
+from unidist_mxnet import MxnetOptions, memory
 from unidist_mxnet.cluster import Lookout, watch_over_nodes, with_defaults
 
 CONTROLLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -39,15 +40,18 @@ def serve(world: World, options: MxnetOptions) -> None:
     if world.role == "server" and options.server_updates:
         import_package()  # now, while the workers do the same
     controller = CONTROLLER(commands)
+    if world.role == "server" and (control := connect_from_env()) is not None:
+        memory.tell(control, world.rank)
+        control.close()
     by_hand = "UNIDIST_CONTROL" not in os.environ
-    lookout = Lookout(world) if by_hand and world.role == "server" else None
+    lookout = Lookout(world, met=False) if by_hand and world.role == "server" else None
     if by_hand and world.role == "scheduler":
         watch_over_nodes(library, store, world)
     with lookout or contextlib.nullcontext():
         _call(library, library.MXKVStoreRunServer(store, controller, None))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the library's own clean-up at exit has nothing left to do, and has been seen to crash
+    os._exit(0)  # the job is over: no destructor of the library has anything left to do, or to wait for
 
 
 class Commands:
@@ -73,7 +77,7 @@ def import_package() -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def fatal(what: str) -> Any:
+def fatal(what: str) -> Iterator[None]:
     """The library drops an exception of ours and goes on with wrong numbers: end the process instead."""
     try:
         yield
@@ -106,8 +110,7 @@ def main() -> None:
 
     plugin = registry.plugin("mxnet")
     options = registry.build_options(plugin, json.loads(os.environ.get("UNIDIST_OPTIONS") or "{}"))
-    run: Callable[[World, MxnetOptions], None] = serve
-    run(detect(), options)
+    serve(detect(), options)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def saved_state(updater: mx.optimizer.Updater, names: list[str]) -> tuple[dict[s
                 tensors[f"{name}/step"] = nd.array([counts[name]], dtype="float32")  # as torch has it
         else:
             tensors.update({f"{name}/state{i}": array for i, array in enumerate(_leaves(state))})
-    return tensors, {"counts": counts, "rates": rates, "updates": optimizer.num_update}
+    values = {"kind": _kind(optimizer), "counts": counts, "rates": rates, "updates": optimizer.num_update}
+    # One group, as other frameworks have it that allow several.
+    return tensors, {**values, "groups": [{"lr": optimizer.learning_rate, "weight_decay": optimizer.wd}]}
 
 
 def restore_state(
@@ -71,6 +73,12 @@ def restore_state(
                     raise CheckpointError(f"the checkpoint has no {name}/state{i}: it is of another optimizer")
                 _fill(array, own[f"state{i}"])
     optimizer.num_update = int(values.get("updates", max(optimizer._index_update_count.values(), default=0)))
+
+
+def _kind(optimizer: mx.optimizer.Optimizer) -> str:
+    if isinstance(optimizer, FusedAdam):
+        return "AdamW" if optimizer.decoupled else "Adam"
+    return "SGD" if isinstance(optimizer, FusedSGD) else f"mx.optimizer.{type(optimizer).__name__}"
 
 
 def _fill(array: nd.NDArray, values: np.ndarray) -> None:

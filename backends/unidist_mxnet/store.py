@@ -41,6 +41,8 @@ class Store:
         self.kv: Any = None
         if self.distributed:
             self._meet(world, options, timeout)
+        elif options.server_updates:
+            raise UsageError("update_on='server' needs servers: start with `unidist run --backend mxnet --servers M …`")
         elif world.world_size > 1:
             raise UsageError(f"kvstore {self.name!r} is for one worker, and here are {world.world_size}: use dist_sync")
         elif devices > 1:
@@ -76,7 +78,7 @@ class Store:
         if self._compressed:
             self.kv.set_gradient_compression({"type": options.compression, "threshold": options.compression_threshold})
         if "UNIDIST_CONTROL" not in os.environ:
-            self._lookout = Lookout(world).__enter__()
+            self._lookout = Lookout(world, met=True).__enter__()
         self._hook = _leave_at_once_after_an_error()
 
     # -- keys -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What only MXNet has, as further checks of the suite: they run on real ranks. Named as a zoo, so that ranks import it."""
+"""What only MXNet has, as further checks for real ranks. It is named as their zoo, so that they import it."""
 
 import mxnet as mx
 import numpy as np
@@ -25,7 +25,7 @@ def train(case, model, optimizer, samples=40, epochs=1, **how):
 
 def undecided(hybrid=True):
     """Its first layer learns its input size from the data."""
-    inputs, hidden, classes = reference.SIZES
+    _, hidden, classes = reference.SIZES
     model = nn.HybridSequential()
     model.add(nn.Dense(hidden), nn.Activation("tanh"), nn.Dense(classes))
     model.initialize(mx.init.Normal(0.3))
