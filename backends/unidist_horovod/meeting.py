@@ -100,7 +100,7 @@ def translated(what: str, rank: int, internal_error: type[Exception]) -> Iterato
         text = str(error).strip().partition("\n")[0]
         if text.startswith("Mismatched") or "Invalid" in text:
             raise RanksDisagree(f"{what}: {text}") from error
-        raise PeerFailed(f"rank {rank} lost another rank during {what}: {text}") from error
+        raise PeerFailed(f"rank {rank} lost another rank during {what}: {text.partition('. ')[0]}") from error
 
 
 # -- what Horovod is told ------------------------------------------------------------------------------------------
