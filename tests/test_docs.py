@@ -9,7 +9,6 @@ import pytest
 import unidist
 
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
-LATER = {"save", "load"}  # of Strategy, while checkpoints are being joined to it
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -23,7 +22,7 @@ def test_every_name_in_the_code_exists(page):
             if node.value.id == "unidist":
                 assert hasattr(unidist, node.attr)
             if node.value.id == "strategy":
-                assert hasattr(unidist.Strategy, node.attr) or node.attr in LATER
+                assert hasattr(unidist.Strategy, node.attr)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -120,3 +120,25 @@ def test_three_terminals(init, tmp_path):
 def test_a_function_on_two_processes():
     """`unidist.launch`, as from a notebook."""
     assert unidist.launch(on_ranks.add_ranks, nproc=2, backend="torch", args=(10,)) == [11.0, 11.0]
+
+
+def test_training_goes_on_and_predicts_on_other_numbers_of_processes(tmp_path):
+    """Three epochs at once; one epoch on 3 processes, then two more on 2; inference on 3."""
+    run = [sys.executable, "-m", "unidist", "run", "--backend=torch"]
+    whole = finish(start([*run, "--nproc=2", "examples/train.py", "--epochs=3"], dict(os.environ)))
+    place = f"--checkpoint={tmp_path / 'digits'}"
+    # The rate falls to 0 at --epochs, so the first part must know of all three: it is ended after its first epoch.
+    first = start([*run, "--nproc=3", "examples/train.py", "--epochs=3", place], dict(os.environ))
+    for line in first.stdout:
+        if "epoch 2" in line:
+            break
+    first.terminate()
+    first.communicate(timeout=TIMEOUT)
+    resumed = finish(start([*run, "--nproc=2", "examples/train.py", "--epochs=3", place], dict(os.environ)))
+    left = len(curve(resumed))
+    assert 1 <= left <= 2
+    assert curve(resumed) == pytest.approx(curve(whole)[-left:], abs=1e-5)
+    accuracy = re.findall(r"accuracy (\S+)", resumed)[-1]
+    where = str(tmp_path / "digits")
+    predicted = finish(start([*run, "--nproc=3", "examples/inference.py", where, "--batch=50"], dict(os.environ)))
+    assert f"360 digits, accuracy {accuracy}" in predicted

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60.0  # a hard limit for anything that should end by itself; no test asserts how long it took
+PATIENCE = 120.0  # a hard limit for anything that should end by itself; no test asserts how long it took
 
 # Registered by an entry point, like any backend of a third party. "roles" has a scheduler and servers too.
 PLUGIN = """
@@ -146,7 +146,7 @@ class Place:
 
     def all_gone(self) -> None:
         """Every process that left its id has ended; those that have not are ended here, and named."""
-        until = time.monotonic() + 15
+        until = time.monotonic() + PATIENCE
         while left := [pid for pid in self.pids() if alive(pid)]:
             if time.monotonic() > until:
                 for pid in left:

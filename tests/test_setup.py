@@ -170,11 +170,20 @@ def test_an_interruption_leaves_nothing_that_looks_ready(lab: Lab, number: signa
 
 
 def test_two_at_once_build_once(lab: Lab) -> None:
-    jobs = [setup_process(lab, "time.sleep(1)") for _ in range(2)]
-    outputs = [job.communicate(timeout=PATIENCE) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
+    go = lab.path / "go"
+    first = setup_process(lab, f"while not os.path.exists({str(go)!r}): time.sleep(0.02)")
+    until = time.monotonic() + PATIENCE
+    while not lab.runs("one"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    second = setup_process(lab, f"while not os.path.exists({str(go)!r}): time.sleep(0.02)")
+    assert second.stderr
+    assert f"process {first.pid} is building" in second.stderr.readline()
+    go.touch()
+    outputs = [job.communicate(timeout=PATIENCE) for job in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert outputs[0][0] == outputs[1][0]
     assert lab.runs("one") == 1
-    assert sum("waiting for it" in err for _, err in outputs) == 1
 
 
 # -- interpreters --------------------------------------------------------------------------------------------------

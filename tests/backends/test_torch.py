@@ -2,6 +2,8 @@
 
 import pytest
 
+import on_ranks
+import unidist
 from unidist.errors import UsageError
 from unidist.testing import conformance
 from unidist.world import World
@@ -56,3 +58,16 @@ def test_transport():
         pick_transport("mpi", "cpu", {"gloo"})
     with pytest.raises(UsageError, match="GPU memory only"):
         pick_transport("nccl", "cpu", {"gloo", "nccl"})
+
+
+def test_unimportant_gradients_wait_and_nothing_is_lost():
+    for difference, something_waits in unidist.launch(on_ranks.largest_parts_lose_nothing, nproc=2, backend="torch"):
+        assert difference < 1e-5
+        assert something_waits
+
+
+def test_data_loaders_with_samplers():
+    for rank, (own, wrong, weighted) in enumerate(unidist.launch(on_ranks.data_loaders_taken_over, 2, "torch")):
+        assert own == list(range(10)), "each sample once, where DistributedSampler would repeat"
+        assert f"says rank {1 - rank} of 2, this is rank {rank} of 2" in wrong
+        assert "WeightedRandomSampler" in weighted

@@ -104,7 +104,10 @@ def run_guarded(job: Job, settings: Settings) -> int:
 def guard(supervisor: int, token: str) -> int:
     """Wait for the supervisor, pass signals on to it, and clean up after it should it be killed."""
 
+    forwarded = set()
+
     def forward(number: int, _: object) -> None:
+        forwarded.add(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, number)
 
@@ -113,7 +116,8 @@ def guard(supervisor: int, token: str) -> int:
         _, status = os.waitpid(supervisor, 0)
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # Whoever presses Ctrl-C once more has been heard: it must not spoil our way out.
+            signal.signal(number, signal.SIG_IGN if number in forwarded else handler)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         end_all(token)

@@ -25,7 +25,7 @@ from unidist.launch.plan import Process, inherited
 from unidist.launch.report import Failure
 
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
-ECHO_WAIT = 1.0  # how long the true cause may take to show after an error that looks like its echo
+ECHO_WAIT = 3.0  # how long the true cause may take to show after an error that looks like its echo
 TIMED_OUT = 124  # as timeout(1) has it
 SERVICES_WAIT = 5.0  # how long servers and schedulers may take to end by themselves after the workers
 

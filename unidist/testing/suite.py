@@ -67,26 +67,30 @@ def run(configuration: Configuration, names: tuple[str, ...] | None = None) -> d
     waiting = list(CHECKS if names is None else names)
     outcome: dict[str, str | None] = {}
     while waiting:
-        with tempfile.TemporaryDirectory(prefix="unidist-") as folder:
-            try:
-                done = configuration.start("unidist.testing.rank", configuration.zoo, folder, *waiting)
-                end = f"the launch ended with code {done.returncode}:\n{done.stdout[-6000:]}"
-                code = done.returncode
-            except subprocess.TimeoutExpired as hang:
-                output = hang.stdout or b""
-                text = output.decode(errors="replace") if isinstance(output, bytes) else output
-                end, code = f"the launch hung for {LAUNCH_TIMEOUT:g} s:\n{text[-6000:]}", -1
-            ranks = [_read(Path(folder) / f"rank-{rank}.jsonl") for rank in range(configuration.world_size)]
-        before = len(waiting)
+        ranks, end, code = _launch(configuration, waiting)
+        failed = False
         while waiting and all(waiting[0] in rank for rank in ranks):
             name = waiting.pop(0)
-            errors = [f"rank {n}:\n{rank[name]}" for n, rank in enumerate(ranks) if rank[name]]
-            outcome[name] = "\n".join(errors) or None
-        if waiting and (code != 0 or len(waiting) == before) and not any(outcome[name] for name in _last(outcome)):
-            outcome[waiting.pop(0)] = end  # it brought the launch down before it could report
-        if not waiting and code != 0 and not any(outcome.values()):
+            outcome[name] = "\n".join(f"rank {n}:\n{rank[name]}" for n, rank in enumerate(ranks) if rank[name]) or None
+            failed = outcome[name] is not None
+        if waiting and not failed:
+            outcome[waiting.pop(0)] = end  # it brought the launch down before every rank could report
+        elif code != 0 and not failed:
             outcome["leaving"] = end  # every check passed, but the job did not end well
     return outcome
+
+
+def _launch(configuration: Configuration, names: list[str]) -> tuple[list[dict[str, str | None]], str, int]:
+    """(check -> error, for each rank; how the launch ended, in words and as a code)."""
+    with tempfile.TemporaryDirectory(prefix="unidist-") as folder:
+        try:
+            done = configuration.start("unidist.testing.rank", configuration.zoo, folder, *names)
+            end, code = f"the launch ended with code {done.returncode}:\n{done.stdout[-6000:]}", done.returncode
+        except subprocess.TimeoutExpired as hang:
+            output = hang.stdout.decode(errors="replace") if isinstance(hang.stdout, bytes) else hang.stdout or ""
+            end, code = f"the launch hung for {LAUNCH_TIMEOUT:g} s:\n{output[-6000:]}", -1
+        ranks = [_read(Path(folder) / f"rank-{rank}.jsonl") for rank in range(configuration.world_size)]
+    return ranks, end, code
 
 
 def conformance(
@@ -132,10 +136,6 @@ def resume(configuration: Configuration, size: int) -> None:
             assert done.returncode == 0, done.stdout
         whole, resumed = (json.loads((Path(folder) / f"{part}.json").read_text()) for part in ("whole", "second"))
     close(resumed, whole, tolerance=1e-5)
-
-
-def _last(outcome: dict[str, str | None]) -> list[str]:
-    return list(outcome)[-1:]
 
 
 def _read(path: Path) -> dict[str, str | None]:
