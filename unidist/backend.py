@@ -41,6 +41,7 @@ class Capabilities:
     """
 
     synchronous: bool | str = True  # a step equals the serial step on the concatenated batches
+    lockstep: bool | str = True  # the ranks make their steps together; where not, each applies its own mean gradient
     uneven_batches: bool | str = True  # ... also when the ranks' batches differ in size
     spelled_out: bool | str = True  # forward / backward / step, beside train_step
     accumulate: bool | str = True
@@ -67,6 +68,9 @@ class Plugin:
     capabilities: Capabilities = Capabilities()
     implied_by: str | None = None  # an environment variable of the engine's own launcher that selects this backend
     plan: Callable[[Job], Sequence[Process]] | None = None  # the processes of a job; None: `nproc` equal workers
+    # "package.module:function" for a process whose role is not "worker" and that runs the user's script all the same:
+    # called with (world, options) in place of the training code, it returns when the job is over.
+    serve: str | None = None
     bench: str | None = None  # module with `contestants(strategy)`, hand-written loops first, for `unidist bench`
 
 

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from unidist.backend import Backend, Plugin
-from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError
+from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError, WorldError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from unidist.world import World
 
 GROUP = "unidist.backends"
 
@@ -70,6 +72,18 @@ def backend_class(plugin: Plugin) -> type[Backend]:
             f"`python -m unidist run --backend {plugin.name} …`, which uses that environment."
         ) from error
     return backend
+
+
+def serve(plugin: Plugin, world: World, options: Any) -> NoReturn:
+    """A scheduler or server that runs the user's script: it serves, and ends here. Training code is never reached."""
+    if plugin.serve is None:
+        raise WorldError(
+            f"this process is a {world.role} ({world.reason}), and backend {plugin.name!r} has only workers: "
+            "start it with a backend that has such roles, or unset the variable"
+        )
+    module, _, function = plugin.serve.partition(":")
+    getattr(importlib.import_module(module), function)(world, options)
+    sys.exit(0)
 
 
 def build_options(plugin: Plugin, given: Mapping[str, Any]) -> Any:

@@ -58,8 +58,10 @@ class Strategy:
     ) -> None:
         plugin, why = registry.choose(backend)
         settings = registry.build_options(plugin, _with_launch_options(plugin.name, options))
-        engine = registry.backend_class(plugin)
         found = detect(init=init, rank=rank, world_size=world_size, timeout=timeout)
+        if found.role != "worker":
+            registry.serve(plugin, found, settings)
+        engine = registry.backend_class(plugin)
         self._backend = engine(found, settings, device, timeout)
         self._closed = False
         self._name = plugin.name

@@ -61,7 +61,8 @@ class Trainer:
         ):
             if asked:
                 self._require(capability)
-        schedule = None if optimizer is None else Schedule(optimizer, accumulate, sync_every)
+        lockstep = self._backend.capabilities.lockstep is True
+        schedule = None if optimizer is None else Schedule(optimizer, accumulate, sync_every, lockstep)
         model, optimizer = self._backend.prepare(
             model, optimizer, Features(sync_batchnorm, precision, compression, local)
         )

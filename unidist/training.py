@@ -38,12 +38,14 @@ class Schedule:
     at its update. Full groups, the usual case, need no correction and cost nothing.
 
     With `sync_every` other than 1 (local SGD) every rank goes by its own samples, and parameters are averaged after
-    every so many updates and at the end of a pass; with 0, only when the user says so.
+    every so many updates and at the end of a pass; with 0, only when the user says so. By its own samples also goes a
+    rank that does not make its steps together with the others.
     """
 
-    def __init__(self, spec: object, accumulate: int, sync_every: int = 1) -> None:
+    def __init__(self, spec: object, accumulate: int, sync_every: int = 1, lockstep: bool = True) -> None:
         self._spec = spec if isinstance(spec, OptimizerSpec) and callable(spec.lr) else None
         self._every, self._sync_every = accumulate, sync_every
+        self._own_samples = sync_every != 1 or not lockstep
         self._micro = 0
         self._samples = 0.0  # of this group so far, in units of a full micro-batch
         self.updates = 0
@@ -73,7 +75,7 @@ class Schedule:
         """(weight of the local mean loss, how full the micro-batch is, whether it is the last of its pass)."""
         if drawn is None:
             return 1.0, 1.0, False
-        if self._sync_every != 1:
+        if self._own_samples:
             filled = drawn.real / drawn.batch.per_worker if self._every > 1 else float(drawn.real > 0)
             return filled, filled, drawn.last
         if self._every == 1:

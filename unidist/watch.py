@@ -39,6 +39,7 @@ class Watch:
         self._control: Control | None = None
         self._heart: Heart | None = None
         self._checking = debugging()
+        self._lockstep = backend.capabilities.lockstep is True
         self._sequence = 0
         self._paused = 0
         launched = "UNIDIST_CONTROL" in os.environ
@@ -59,7 +60,7 @@ class Watch:
 
         card = np.zeros(512, dtype=np.uint8)
         if self._world.rank == 0:
-            self._server = ControlServer(_own_interface(self._world)).start()
+            self._server = ControlServer(own_interface(self._world)).start()
             said = json.dumps([self._server.url, self._server.token]).encode()
             card[: len(said)] = np.frombuffer(said, dtype=np.uint8)
         heard = backend.to_numpy(backend.broadcast(backend.from_numpy(card), 0)).tobytes().rstrip(b"\0")
@@ -80,7 +81,8 @@ class Watch:
     def step(self, number: int) -> None:
         """A training step is about to start; `number` updates were made before it."""
         if self._heart is not None:
-            self.before(f"step {number}") if self._checking else self._heart.at("step", number)
+            checked = self._checking and self._lockstep
+            self.before(f"step {number}") if checked else self._heart.at("step", number)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,7 +103,7 @@ class Watch:
             self._server.close()
 
 
-def _own_interface(world: World) -> str:
+def own_interface(world: World) -> str:
     """The address of this host on which the other ranks know it, and no other."""
     known = socket.gethostbyname(world.master_addr or "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -18,7 +18,7 @@ from unidist.backend import Plugin
 from unidist.errors import LaunchError, UsageError
 from unidist.launch import environments
 from unidist.launch.engine import Settings, choose_ports, run_guarded
-from unidist.launch.plan import Job, Process, describe, plan
+from unidist.launch.plan import Job, Process, describe, plan, totals
 from unidist.launch.ports import Ports
 
 EXAMPLES = """\
@@ -228,4 +228,6 @@ def _table(processes: Sequence[Process]) -> str:
     lines += ["", "each process has in its environment:"]
     lines += [f"  {process[0]:<{widths[0]}}  {process[2]}" for process in rows[1:]]
     lines += [f"  {'all':<{widths[0]}}  {name}={value}" for name, value in sorted(common.items())]
+    if taken := totals(processes):
+        lines += ["", f"in total: {taken}"]
     return "\n".join(lines)

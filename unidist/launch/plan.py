@@ -47,6 +47,8 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     numbered: bool = True  # False for a role of which there is only ever one, such as a scheduler
+    cores: int = 0  # what it was given, for the totals of --dry-run; 0: not said
+    gpus: int = 0
 
     @property
     def name(self) -> str:
@@ -124,6 +126,21 @@ def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in env.items() if name in _OURS_TO_KEEP or not _FOREIGN.fullmatch(name)}
 
 
+def totals(processes: Sequence[Process]) -> str:
+    """What the job takes, role by role: "2 x 1 + 12 x 2 = 26 CPU, 2 x 2 = 4 GPU"; empty when nobody said."""
+    sums = []
+    for attribute, unit in (("cores", "CPU"), ("gpus", "GPU")):
+        counts: dict[tuple[str, int], int] = {}
+        for process in processes:
+            amount = getattr(process, attribute)
+            if amount:
+                counts[process.role, amount] = counts.get((process.role, amount), 0) + 1
+        if counts:
+            parts = " + ".join(f"{amount} x {count}" for (_, amount), count in counts.items())
+            sums.append(f"{parts} = {sum(amount * count for (_, amount), count in counts.items())} {unit}")
+    return ", ".join(sums)
+
+
 def describe(processes: Sequence[Process]) -> list[dict[str, Any]]:
     """The plan as JSON data. The token is a secret and is left out."""
     return [
@@ -131,6 +148,7 @@ def describe(processes: Sequence[Process]) -> list[dict[str, Any]]:
             "role": process.role,
             "rank": process.rank,
             "host": process.host,
+            **{name: value for name in ("cores", "gpus") if (value := getattr(process, name))},
             "command": list(process.command),
             "env": {name: value for name, value in process.env.items() if name != "UNIDIST_TOKEN"},
         }

@@ -68,6 +68,15 @@ class Case:
     def parameters(self, model: Any) -> list[np.ndarray[Any, Any]]:
         return [self.backend.to_numpy(tensor) for tensor in self.backend.state(model).values()]
 
+    def close_to_serial(self, model: Any, serial: reference.Serial) -> None:
+        """Where a step is not promised to be the serial one, all that can be said is that it trains."""
+        now = self.parameters(model)
+        if self.strategy.capabilities.synchronous is True:
+            close(now, serial.parameters)
+        else:
+            assert all(np.isfinite(each).all() for each in now), "not finite"
+            assert any((each != then).any() for each, then in zip(now, reference.weights(), strict=True)), "not trained"
+
     def train(
         self,
         spec: OptimizerSpec,

@@ -94,14 +94,27 @@ def _launch(configuration: Configuration, names: list[str]) -> tuple[list[dict[s
 
 
 def conformance(
-    backend: str, *, zoo: str, world_sizes: Sequence[int] = (1, 2, 3), servers: int = 0, **options: Any
+    backend: str,
+    *,
+    zoo: str,
+    world_sizes: Sequence[int] = (1, 2, 3),
+    servers: int = 0,
+    one_launch: bool = False,
+    **options: Any,
 ) -> Callable[..., None]:
-    """A pytest test with one case for each check, world size and failure scenario. See the package's docstring."""
+    """A pytest test with one case for each check, world size and failure scenario. See the package's docstring.
+
+    `one_launch` leaves out what needs launches of its own (failures, resuming on other world sizes): for the second and
+    further modes of a backend, which do not differ there.
+    """
     import pytest
 
     configurations = [Configuration(backend, zoo, size, tuple(options.items()), servers) for size in world_sizes]
-    cases = [(each, name) for each in configurations for name in [*CHECKS, "leaving", *SCENARIOS]]
-    cases += [(each, f"{RESUMES} {size}") for each in configurations for size in world_sizes if size < each.world_size]
+    names = [*CHECKS, "leaving", *(() if one_launch else SCENARIOS)]
+    cases = [(each, name) for each in configurations for name in names]
+    if not one_launch:
+        smaller = [(each, size) for each in configurations for size in world_sizes if size < each.world_size]
+        cases += [(each, f"{RESUMES} {size}") for each, size in smaller]
 
     @pytest.mark.parametrize(("configuration", "name"), cases, ids=[f"{each}-{name}" for each, name in cases])
     def test(configuration: Configuration, name: str) -> None:

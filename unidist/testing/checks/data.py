@@ -11,7 +11,7 @@ from unidist.data.order import permutation
 from unidist.errors import UnsupportedOperation, UsageError
 from unidist.optim import SGD
 from unidist.testing import reference
-from unidist.testing.case import Case, check, close, refused
+from unidist.testing.case import Case, check, refused
 
 
 def drawn(case: Case, **how: Any) -> list[list[int]]:
@@ -221,7 +221,7 @@ def stream_trains_like_arrays(case: Case) -> None:
     serial = reference.Serial(reference.weights(), SGD(0.5))
     for first in range(0, len(x), whole):
         serial.step(x[first : first + whole], y[first : first + whole])
-    close(case.parameters(model), serial.parameters)
+    case.close_to_serial(model, serial)
 
 
 class PairStream:

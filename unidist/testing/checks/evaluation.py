@@ -75,7 +75,7 @@ def evaluation_does_not_disturb_training(case: Case) -> None:
             case.strategy.gather([model(a) for a in case.strategy.loader(reference.data(5)[0], per_device_batch=1)])
         step(x, y)
     serial, _ = case.train_serially(SGD(0.5), samples, epochs=1, accumulate=2)
-    close(case.parameters(model), serial.parameters)
+    case.close_to_serial(model, serial)
 
 
 @check

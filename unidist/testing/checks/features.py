@@ -176,4 +176,4 @@ def compiled_step(case: Case) -> None:
     whole = 4 * case.backend.devices * case.size
     for x, y in case.strategy.loader(reference.data(whole * 3), per_device_batch=4, shuffle=True, seed=3):
         step(x, y)
-    close(case.parameters(model), case.train_serially(SGD(0.5), whole * 3, epochs=1)[0].parameters)
+    case.close_to_serial(model, case.train_serially(SGD(0.5), whole * 3, epochs=1)[0])

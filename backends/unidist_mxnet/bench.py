@@ -1,0 +1,88 @@
+"""What `unidist bench step --backend mxnet` compares: Gluon's Trainer as its tutorial writes it, and unidist."""
+
+from itertools import islice
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+import unidist
+
+SAMPLES, FEATURES, CLASSES, BATCH = 12800, 784, 10, 64
+
+softmax_cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def contestants(strategy):
+    numbers = np.random.RandomState(0)
+    x = numbers.standard_normal((SAMPLES, FEATURES)).astype(np.float32)
+    y = numbers.randint(0, CLASSES, SAMPLES).astype(np.float32)
+    share = slice(strategy.rank, None, strategy.world_size)
+    dataset = gluon.data.ArrayDataset(mx.nd.array(x[share]), mx.nd.array(y[share]))
+    store = strategy._backend._store.kv  # MXNet hangs with two distributed stores in one process: share it
+
+    def data_loader():
+        return gluon.data.DataLoader(dataset, BATCH, shuffle=True, last_batch="discard")
+
+    by_hand = mlp()
+    side = strategy._backend.options.server_updates
+    trainer = gluon.Trainer(
+        by_hand.collect_params(),
+        "sgd",
+        {"learning_rate": 0.01, "momentum": 0.9},
+        kvstore=store,
+        update_on_kvstore=side if store is not None else None,
+    )
+    reserved = strategy._backend._store.keys(len(trainer._params))
+    assert reserved[0] == 0, "a Trainer counts its keys from 0: unidist's must come after"
+    ready = mx.io.NDArrayIter(x[share], y[share], batch_size=BATCH, shuffle=True, last_batch_handle="discard")
+    batches, ready_batches = endless(data_loader()), endless_io(ready)
+
+    def hand_written(steps, batches):
+        for inputs, labels in islice(batches, steps):
+            with autograd.record():
+                loss = softmax_cross_entropy(by_hand(inputs), labels)
+            loss.backward()
+            trainer.step(BATCH * strategy.world_size)
+        mx.nd.waitall()
+
+    def through_unidist(loader):
+        model, own = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
+        step = strategy.train_step(
+            model, own, lambda m, inputs, labels: softmax_cross_entropy(m(inputs), labels).mean()
+        )
+        own_batches = endless(loader)
+
+        def run(steps):
+            for inputs, labels in islice(own_batches, steps):
+                step(inputs, labels)
+            mx.nd.waitall()
+
+        return run
+
+    return {
+        "Trainer by hand, NDArrayIter": lambda steps: hand_written(steps, ready_batches),
+        "Trainer by hand, DataLoader": lambda steps: hand_written(steps, batches),
+        "unidist, array data": through_unidist(strategy.loader((x, y), per_device_batch=BATCH, shuffle=True)),
+    }
+
+
+def mlp():
+    model = nn.HybridSequential()
+    model.add(nn.Dense(128, in_units=FEATURES, activation="relu"), nn.Dense(CLASSES, in_units=128))
+    model.initialize(mx.init.Xavier())
+    model.hybridize()
+    return model
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def endless_io(iterator):
+    while True:
+        iterator.reset()
+        for batch in iterator:
+            yield batch.data[0], batch.label[0]

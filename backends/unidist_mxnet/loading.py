@@ -1,0 +1,92 @@
+"""Gluon's own DataLoader: what is inside one, and how to read with one in unidist's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from mxnet.gluon.data.dataloader import default_batchify_fn
+
+from unidist.data.source import OwnLoader, elements_of
+from unidist.errors import UsageError
+from unidist_mxnet.arrays import from_numpy
+
+
+def open_loader(loader: object) -> OwnLoader | None:
+    if isinstance(loader, mx.io.DataIter):
+        raise UsageError(
+            f"{type(loader).__name__} shares out its data itself: make it with num_parts=strategy.world_size and "
+            "part_index=strategy.rank, and loop over it: step(batch.data[0], batch.label[0])"
+        )
+    if not isinstance(loader, DataLoader):
+        return None
+    batches = loader._batch_sampler
+    sampler = getattr(batches, "_sampler", None)
+    if not isinstance(batches, BatchSampler) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
+        raise UsageError(
+            "the DataLoader draws by a sampler of its own, whose order cannot be shared out: use batch_size= with "
+            "shuffle=True or False there"
+        )
+    return OwnLoader(
+        loader._dataset,
+        workers=loader._num_workers,
+        pin_memory=loader._pin_memory,
+        collate=loader._batchify_fn,
+        native=loader,
+        batch_size=batches._batch_size,
+        shuffle=isinstance(sampler, RandomSampler),
+        drop_last=batches._last_batch == "discard",
+    )
+
+
+@contextmanager
+def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, context: mx.Context) -> Iterator[Any]:
+    collate = source.collate or default_batchify_fn
+    if collate is mx.gluon.data.dataloader.default_mp_batchify_fn:  # made for processes; here threads read
+        collate = default_batchify_fn
+    if batches is None:
+        reading = _stream(source, collate)
+    else:
+        # Threads, not processes: a fork of a process that holds a KVStore hangs.
+        reading = iter(
+            DataLoader(
+                source.dataset,
+                batch_sampler=list(batches),
+                batchify_fn=collate,
+                num_workers=source.workers,
+                thread_pool=True,
+            )
+        )
+    yield (_ready(batch, context, source.keep_float64) for batch in reading)
+
+
+def _stream(source: OwnLoader, collate: Any) -> Iterator[Any]:
+    assert source.stream is not None
+    skip, batch, share = source.stream
+    waiting = []
+    for element in elements_of(source.dataset, skip=skip, batch=batch, share=share, worker=0, workers=1):
+        waiting.append(element)
+        if len(waiting) == len(share):
+            yield collate(waiting)
+            waiting = []
+    if waiting:
+        yield collate(waiting)
+
+
+def _ready(batch: Any, context: mx.Context, keep_float64: bool) -> Any:
+    """On the device, with the same dtypes as arrays arrive: float64 as float32, labels int64."""
+    if isinstance(batch, (mx.nd.NDArray, np.ndarray)):
+        if batch.dtype == np.float64 and not keep_float64:
+            batch = batch.astype(np.float32)
+        elif batch.ndim == 1 and np.dtype(batch.dtype).kind in "iu":
+            batch = batch.astype(np.int64)
+        return from_numpy(batch, context) if isinstance(batch, np.ndarray) else batch.as_in_context(context)
+    if isinstance(batch, dict):
+        return {key: _ready(each, context, keep_float64) for key, each in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return tuple(_ready(each, context, keep_float64) for each in batch)
+    return batch

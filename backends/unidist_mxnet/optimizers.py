@@ -1,0 +1,174 @@
+"""unidist's optimizers on MXNet's fused kernels, with the arithmetic that all backends share.
+
+MXNet's own differ in two ways that show: the rate is kept inside the momentum, so a schedule bends the path, and Adam
+adds its epsilon before the bias correction. Both can be undone by the scalars that the kernels are given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import nd
+
+from unidist import SGD, Adam, AdamW, OptimizerSpec
+from unidist.errors import UnsupportedOperation, UsageError
+
+AT_ONCE = 40  # parameters that one kernel updates; MXNet's limit is 60
+
+
+def from_spec(spec: OptimizerSpec) -> mx.optimizer.Optimizer:
+    return from_description(describe(spec))
+
+
+def describe(optimizer: OptimizerSpec | mx.optimizer.Optimizer) -> dict[str, Any]:
+    """As plain data, for a server."""
+    if isinstance(optimizer, mx.optimizer.Optimizer):
+        return _describe_native(optimizer)
+    common = {"learning_rate": optimizer.rate(0), "wd": optimizer.weight_decay}
+    match optimizer:
+        case SGD():
+            return {"kind": "sgd", "momentum": optimizer.momentum, "nesterov": optimizer.nesterov, **common}
+        case Adam():
+            decoupled = isinstance(optimizer, AdamW)
+            return {"kind": "adam", "betas": optimizer.betas, "eps": optimizer.eps, "decoupled": decoupled, **common}
+    raise UsageError(
+        f"the mxnet backend does not know the optimizer spec {type(optimizer).__name__}: pass an mx.optimizer one"
+    )
+
+
+def from_description(said: dict[str, Any]) -> mx.optimizer.Optimizer:
+    said = dict(said)
+    kind = said.pop("kind")
+    factors = {name: said.pop(name, {}) for name in ("lr_mult", "wd_mult")}
+    if kind == "native":
+        optimizer = mx.optimizer.Optimizer.create_optimizer(said["name"])
+        for name, value in said["attributes"].items():
+            setattr(optimizer, name, value)
+    else:
+        optimizer = {"sgd": FusedSGD, "adam": FusedAdam}[kind](**said)
+    for name, by_key in factors.items():
+        setattr(optimizer, name, {int(key): factor for key, factor in by_key.items()})
+    return optimizer
+
+
+def set_rate(optimizer: mx.optimizer.Optimizer, rate: float) -> None:
+    optimizer.lr = rate  # not set_learning_rate: it refuses where a scheduler is set, whose rate this may be
+
+
+# What an optimizer keeps for itself and a server makes anew.
+_OWN = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult", "num_update", "begin_num_update")
+
+
+def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:
+    """The settings of an mx.optimizer one. MXNet would pickle it, and a server would run whatever is in there."""
+    name = type(optimizer).__name__.lower()
+    if mx.optimizer.Optimizer.opt_registry.get(name) is not type(optimizer):
+        raise UnsupportedOperation(
+            f"{type(optimizer).__name__} is not registered with MXNet, so the servers cannot build it: use "
+            "update_on='worker' with dist_sync, or unidist.SGD/Adam/AdamW"
+        )
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in _OWN and not k.startswith("_")}
+    for key, value in attributes.items():
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            raise UnsupportedOperation(
+                f"{type(optimizer).__name__}.{key} is a {type(value).__name__}, which cannot be told to the servers: "
+                "use update_on='worker' with dist_sync"
+            )
+    return {"kind": "native", "name": name, "attributes": attributes}
+
+
+class FusedSGD(mx.optimizer.Optimizer):
+    """velocity = momentum * velocity + gradient; weight -= rate * velocity.
+
+    The kernels keep -rate * velocity. When the rate changes they are given a momentum that brings it along.
+    """
+
+    def __init__(self, momentum: float = 0.0, nesterov: bool = False, **common: Any) -> None:
+        super().__init__(**common)
+        self.momentum, self.nesterov = momentum, nesterov
+        self.aggregate_num = 0 if nesterov else AT_ONCE
+        self.rates: dict[Any, float] = {}  # the rate that is inside the momentum of each parameter; never 0
+
+    def create_state(self, index: Any, weight: nd.NDArray) -> nd.NDArray | None:
+        return nd.zeros(weight.shape, weight.context, dtype=weight.dtype) if self.momentum else None
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        if not isinstance(index, (list, tuple)):
+            index, weight, grad, state = [index], [weight], [grad], [state]
+        self._update_count(index)
+        rates, decays = self._get_lrs(index), self._get_wds(index)
+        common: dict[str, Any] = {"rescale_grad": self.rescale_grad}
+        if self.clip_gradient:
+            common["clip_gradient"] = self.clip_gradient
+        if not self.momentum:
+            flat = [array for pair in zip(weight, grad, strict=True) for array in pair]
+            nd.multi_sgd_update(*flat, out=weight, num_weights=len(index), lrs=rates, wds=decays, **common)
+            return
+        rate = self.learning_rate
+        inside = {self.rates.get(each, rate or 1.0) for each in index}
+        if rate and len(inside) == 1 and not self.nesterov:
+            momentum = self.momentum * (rate / inside.pop())
+            flat = [array for triple in zip(weight, grad, state, strict=True) for array in triple]
+            nd.multi_sgd_mom_update(
+                *flat, out=weight, num_weights=len(index), lrs=rates, wds=decays, momentum=momentum, **common
+            )
+        else:
+            for at, w, g, s, decay in zip(index, weight, grad, state, decays, strict=True):
+                self._update_one(at, w, g, s, rate, decay, common)
+        if rate:
+            self.rates.update(dict.fromkeys(index, rate))
+
+    def _update_one(
+        self, index: Any, weight: Any, grad: Any, state: Any, rate: float, decay: float, common: Any
+    ) -> None:
+        inside = self.rates.get(index, rate or 1.0)
+        factor = self._get_lrs([index])[0] / rate if rate else 1.0  # lr_mult
+        kernel = nd.nag_mom_update if self.nesterov else nd.sgd_mom_update
+        if rate:
+            if rate != inside:
+                state *= rate / inside
+            kernel(weight, grad, state, out=weight, lr=rate * factor, momentum=self.momentum, wd=decay, **common)
+        else:  # the weight stands still, the velocity does not: let the kernel move something else
+            self.rates[index] = inside
+            aside = nd.empty(weight.shape, weight.context, dtype=weight.dtype)
+            kernel(weight, grad, state, out=aside, lr=inside, momentum=self.momentum, wd=decay, **common)
+
+    update_multi_precision = update
+
+
+class FusedAdam(mx.optimizer.Optimizer):
+    """Adam with epsilon after the bias correction; `decoupled` makes it AdamW."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, decoupled: bool, **common: Any) -> None:
+        super().__init__(**common)
+        # The kernel works with these in float32, where 1 - 0.999 is off by 1e-5: the correction must use the same.
+        self.beta1, self.beta2 = (float(np.float32(beta)) for beta in betas)
+        self.eps, self.decoupled = eps, decoupled
+
+    def create_state(self, index: Any, weight: nd.NDArray) -> tuple[nd.NDArray, nd.NDArray]:
+        return tuple(nd.zeros(weight.shape, weight.context, dtype=weight.dtype) for _ in range(2))  # type: ignore[return-value]
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        self._update_count(index)
+        rate, decay, t = self._get_lr(index), self._get_wd(index), self._index_update_count[index]
+        second = math.sqrt(1 - self.beta2**t)
+        common: dict[str, Any] = {"rescale_grad": self.rescale_grad}
+        if self.clip_gradient:
+            common["clip_gradient"] = self.clip_gradient
+        if self.decoupled and decay:
+            weight *= 1 - rate * decay
+        nd.adam_update(
+            weight,
+            grad,
+            *state,
+            out=weight,
+            lr=rate * second / (1 - self.beta1**t),
+            beta1=self.beta1,
+            beta2=self.beta2,
+            epsilon=self.eps * second,
+            wd=0.0 if self.decoupled else decay,
+            **common,
+        )

@@ -1,0 +1,322 @@
+"""One prepared model: its parameters, their keys in the store, and how gradients become an update."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, nd
+
+from unidist.backend import Update
+from unidist.errors import UsageError
+from unidist_mxnet.exchange import Exchange
+from unidist_mxnet.optimizers import set_rate
+from unidist_mxnet.saved import restore_state, saved_state
+from unidist_mxnet.store import Store
+
+
+class Trained:
+    """Gradients are the mean over ranks as soon as `backward` has synchronised them: losses are divided beforehand,
+    so that the sum, which is all a KVStore knows, is the mean."""
+
+    def __init__(self, parameters: dict[str, Any], store: Store, exchange: Exchange, divisor: int) -> None:
+        names = {id(each): name for name, each in reversed(parameters.items())}  # a shared one counts once
+        self.parameters = [each for name, each in parameters.items() if names[id(each)] == name]
+        self.trainable = [each for each in self.parameters if each.grad_req != "null"]
+        self.names = [names[id(each)] for each in self.trainable]
+        self._store, self._exchange, self._divisor = store, exchange, divisor
+        self._heads: dict[Any, nd.NDArray] = {}
+        self.sync = True
+        self.adding = any(each.grad_req == "add" for each in self.trainable)
+
+    # -- the start ---------------------------------------------------------------------------------------------
+
+    def start(self, rank_0_leads: bool) -> None:
+        """All parameters have their shapes now: make every rank equal to rank 0 and give the store its keys."""
+        store = self._store
+        if store.distributed:
+            for each in self.trainable:
+                if each.dtype not in (np.float32, np.float16, "float32", "float16"):
+                    raise UsageError(
+                        f"parameter {each.name} is {np.dtype(each.dtype)}, which a distributed KVStore rounds to "
+                        "float32 without a word: call model.cast('float32') first"
+                    )
+        plain = [each for each in self.parameters if np.dtype(each.dtype) == np.float32] if rank_0_leads else []
+        for each in self.parameters:
+            if each not in plain:
+                value = each.list_data()[0].asnumpy()
+                value = np.frombuffer(self._exchange.broadcast(value.tobytes(), 0), value.dtype).reshape(value.shape)
+                each.set_data(nd.array(value, dtype=value.dtype))
+        rest = [each for each in plain if each.grad_req == "null"]
+        self.keys = store.keys(len(self.trainable))
+        frozen = store.keys(len(rest))
+        self.take_arrays()
+        if store.kv is not None and self.parameters:
+            self.before_start()
+            first = [each.list_data()[0] for each in self.trainable + rest]
+            store.start(self.keys + frozen, first, [each.list_data() for each in self.trainable + rest])
+        if self.adding:
+            self.clear()
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.list_data()[0].size * np.dtype(each.dtype).itemsize for each in self.parameters)
+
+    def before_start(self) -> None:
+        """The servers can be told something before the first value reaches them."""
+
+    def take_arrays(self) -> None:
+        """weights[device][n] and gradients[device][n]; asking Gluon in each step would cost more than the update."""
+        self.weights = [list(each) for each in zip(*(p.list_data() for p in self.trainable), strict=True)]
+        self.gradients = [list(each) for each in zip(*(p.list_grad() for p in self.trainable), strict=True)]
+        self._by_key = [list(each) for each in zip(*self.gradients, strict=True)]
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def open(self, sync: bool) -> None:
+        """A loss is about to be computed. The first time that a gradient has to wait for others, let them add up."""
+        self.sync = sync
+        if not sync and not self.adding:
+            self.adding = True
+            for each in self.trainable:
+                each.grad_req = "add"  # makes new gradient arrays, which are zero
+            self.take_arrays()
+
+    def backward(self, losses: Sequence[nd.NDArray], weights: Sequence[float]) -> None:
+        autograd.backward(list(losses), [self._head(*each) for each in zip(losses, weights, strict=True)])
+        if not self.adding:
+            self._drop_stale()
+        if self.sync:
+            self.exchange_gradients()
+
+    def exchange_gradients(self) -> None:
+        """Sum them over the ranks, in place; returns before it is done, as all of MXNet."""
+        if self._store.kv is None:
+            return
+        for n, (key, gradients) in enumerate(zip(self.keys, self._by_key, strict=True)):
+            self._store.pushpull(key, gradients, gradients, -n)
+
+    def average(self, what: str, size: int) -> None:
+        """The mean over ranks, in place."""
+        if size == 1:
+            return
+        arrays = self.gradients if what == "gradients" else self.weights
+        for n, (key, first) in enumerate(zip(self.keys, arrays[0], strict=True)):
+            mean = first.copy()
+            self._store.sum(key, mean, -n, self._exchange)
+            mean /= size
+            for device in arrays:
+                mean.copyto(device[n])
+
+    def _head(self, loss: nd.NDArray, weight: float) -> nd.NDArray:
+        weight /= self._divisor
+        key = (weight, loss.context, loss.shape, loss.dtype)
+        if key not in self._heads:
+            if len(self._heads) > 100:
+                self._heads.clear()
+            head = mx.nd.full(loss.shape, weight, loss.context, dtype=loss.dtype) if loss.shape else None
+            if head is None:  # a number of mx.np, which mx.nd cannot make
+                head = mx.np.full((), weight, dtype=loss.dtype, ctx=loss.context)
+            self._heads[key] = head if type(head) is type(loss) else head.as_np_ndarray()
+        return self._heads[key]
+
+    def _drop_stale(self) -> None:
+        """A parameter that this loss did not touch still holds the gradient of an earlier one."""
+        for weights, gradients in zip(self.weights, self.gradients, strict=True):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                if weight._fresh_grad:
+                    weight._fresh_grad = False
+                else:
+                    gradient[:] = 0
+
+    def clear(self) -> None:
+        for gradients in self.gradients:
+            nd.reset_arrays(*gradients, num_arrays=len(gradients))
+
+
+class UpdatedByWorker(Trained):
+    """Every worker makes the same update to its own copy."""
+
+    def use(self, optimizers: list[mx.optimizer.Optimizer]) -> None:
+        """One for each device, or one for all."""
+        self._optimizers = optimizers
+        self._scale = optimizers[0].rescale_grad
+        self._indices = list(range(len(self.trainable)))
+        for each in optimizers:
+            each.param_dict = dict(enumerate(self.trainable))  # for their lr_mult and wd_mult
+        contexts = self.trainable[0].list_ctx()
+        shared = optimizers if len(optimizers) == len(contexts) else optimizers * len(contexts)
+        self.updaters = [mx.optimizer.get_updater(each) for each in shared]
+
+    def apply(self, update: Update) -> None:
+        if not self.sync and len(self.gradients) > 1:
+            self._sum_over_devices()
+        scale = self._scale * update.rescale
+        if update.clip_norm is not None:
+            squares = nd.multi_sum_sq(*self.gradients[0], num_arrays=len(self.gradients[0]))
+            norm = abs(scale) * float(squares.sum().asscalar()) ** 0.5
+            scale *= min(1.0, update.clip_norm / (norm + 1e-6))
+        first = self._optimizers[0]
+        if update.lr is not None:
+            set_rate(first, update.lr)
+        for each in self._optimizers:
+            each.rescale_grad = scale
+            if each is not first:
+                set_rate(each, first.lr)
+        for updater, weights, gradients in zip(self.updaters, self.weights, self.gradients, strict=True):
+            updater(self._indices, gradients, weights)
+        if self.adding:
+            self.clear()
+
+    def _sum_over_devices(self) -> None:
+        """In local SGD the store, which does it otherwise, is not asked."""
+        for gradients in self._by_key:
+            for other in gradients[1:]:
+                gradients[0] += other.as_in_context(gradients[0].context)
+            for other in gradients[1:]:
+                gradients[0].copyto(other)
+
+    def optimizer_state(self) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
+        return saved_state(self.updaters[0], self.names)
+
+    def load_optimizer_state(self, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]) -> None:
+        for updater, weights in zip(self.updaters, self.weights, strict=True):
+            restore_state(updater, self.names, weights, arrays, values)
+
+
+class UpdatedByServer(Trained):
+    """The servers hold the parameters and the optimizer. Workers send gradients and get parameters back."""
+
+    def __init__(self, *arguments: Any, asynchronous: bool) -> None:
+        super().__init__(*arguments)
+        self._asynchronous = asynchronous
+        self._updates = 0
+        self._weighs = False  # whether any sample is in the gradient
+        self.staleness = Staleness(self._store) if asynchronous else None
+
+    def use(self, optimizer: mx.optimizer.Optimizer, description: dict[str, Any]) -> None:
+        self._optimizer, self._description = optimizer, description
+        self._told = optimizer.learning_rate
+
+    def before_start(self) -> None:
+        if self.trainable and self._store.rank == 0:
+            said = {**self._description, **self._factors()}
+            self._store.command("optimize", self.keys, optimizer=said)
+        if self.staleness is not None:
+            self.staleness.start()
+
+    def _factors(self) -> dict[str, dict[int, float]]:
+        """lr_mult and wd_mult, however they were said, by key: the servers know no Parameters."""
+        optimizer = self._optimizer
+        optimizer.param_dict = dict(enumerate(self.trainable))
+        rate, decay = optimizer.learning_rate, optimizer.wd
+        rates = {key: optimizer._get_lr(n) / rate for n, key in enumerate(self.keys)} if rate else {}
+        decays = {key: optimizer._get_wd(n) / decay for n, key in enumerate(self.keys)} if decay else {}
+        return {"lr_mult": rates, "wd_mult": decays}
+
+    def backward(self, losses: Sequence[nd.NDArray], weights: Sequence[float]) -> None:
+        self._weighs = self._weighs or any(weights)
+        super().backward(losses, weights)
+
+    def exchange_gradients(self) -> None:
+        """Not yet: to send a gradient is to apply it."""
+
+    def apply(self, update: Update) -> None:
+        self._updates += 1
+        self._tell_rate(update.lr)
+        weights = [list(each) for each in zip(*self.weights, strict=True)]
+        if self._asynchronous and not self._weighs:  # nothing to add; an empty gradient would still decay and drift
+            self.pull()
+        else:
+            for n, (key, gradients) in enumerate(zip(self.keys, self._by_key, strict=True)):
+                if update.rescale != 1.0:
+                    for gradient in gradients:
+                        gradient *= update.rescale
+                self._store.pushpull(key, gradients, weights[n], -n)
+            if self.staleness is not None:
+                self.staleness.count()
+        self._weighs = False
+        if self.adding:
+            self.clear()
+
+    def _tell_rate(self, rate: float | None) -> None:
+        """The servers never look at the worker's optimizer again, so its rate has to be sent whenever it changes."""
+        optimizer = self._optimizer
+        if rate is not None:
+            set_rate(optimizer, rate)
+        rate = optimizer.lr_scheduler(self._updates) if optimizer.lr_scheduler else optimizer.lr
+        if rate == self._told:
+            return
+        self._told = rate
+        if self._asynchronous:
+            self._store.command("rate", self.keys, rate=rate, update=self._updates)
+        elif self._store.rank == 0:
+            # A command overtakes gradients that wait in the server. With the last parameters back, none does; and no
+            # update can begin before this worker's next gradient.
+            for each in self.weights[0]:
+                each.wait_to_read()
+            self._store.command("rate", self.keys, rate=rate, update=self._updates)
+
+    def pull(self) -> None:
+        """What the servers hold now."""
+        for n, key in enumerate(self.keys):
+            self._store.kv.pull(key, out=[weights[n] for weights in self.weights])
+
+    def push_values(self, rank_0: bool) -> None:
+        """Make the servers hold what this model holds on rank 0. Every worker calls it."""
+        nd.waitall()
+        self._exchange.meet()
+        if rank_0:
+            self._store.command("assign", self.keys)
+        self._exchange.meet()
+        if rank_0 or not self._asynchronous:
+            for key, weight in zip(self.keys, self.weights[0], strict=True):
+                self._store.kv.push(key, weight if rank_0 else nd.zeros_like(weight))
+        self.pull()
+        nd.waitall()
+        self._exchange.meet()
+        if rank_0:
+            self._store.command("train", self.keys)
+        self._exchange.meet()
+        if not rank_0 and self._asynchronous:
+            self.pull()
+
+
+class Staleness:
+    """How many updates others made between two of ours: all workers count on one key of a server."""
+
+    BEHIND = 8  # counts are read so many updates later, when they have long arrived and cost no waiting
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: deque[nd.NDArray] = deque()
+        self._last: int | None = None
+        self.updates, self.total, self.worst = 0, 0, 0
+
+    def start(self) -> None:
+        self._key, self._latest = self._store.keys(1)[0], nd.zeros(1)
+        if self._store.rank == 0:
+            self._store.command("count", [self._key])
+        self._store.kv.init(self._key, nd.zeros(1))
+
+    def count(self) -> None:
+        # Made from the last answer, so that the engine sends one after the other. The next takes the place of the 1.
+        counter = self._latest = nd.ones_like(self._latest)
+        self._store.kv.pushpull(self._key, counter)
+        self._waiting.append(counter)
+        if len(self._waiting) > self.BEHIND:
+            self._read()
+
+    def _read(self) -> None:
+        now = int(self._waiting.popleft().asscalar())
+        if self._last is not None:
+            between = now - self._last - 1
+            self.updates, self.total, self.worst = self.updates + 1, self.total + between, max(self.worst, between)
+        self._last = now
+
+    def settle(self) -> None:
+        while self._waiting:
+            self._read()

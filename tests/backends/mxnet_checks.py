@@ -1,0 +1,276 @@
+"""What only MXNet has, as further checks for real ranks. It is named as their zoo, so that they import it."""
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import nn
+
+from unidist import SGD, Adam
+from unidist.control import connect_from_env
+from unidist.errors import StateError, UsageError
+from unidist.testing import reference
+from unidist.testing.case import check, close, refused
+from unidist_mxnet.zoo import *  # noqa: F403
+from unidist_mxnet.zoo import cross_entropy
+
+
+def train(case, model, optimizer, samples=40, epochs=1, **how):
+    model, optimizer = case.strategy.prepare(model, optimizer, **how)
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    loader = case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3)
+    for _ in range(epochs):
+        for x, y in loader:
+            step(x, y)
+    return model, optimizer
+
+
+def undecided(hybrid=True):
+    """Its first layer learns its input size from the data."""
+    _, hidden, classes = reference.SIZES
+    model = nn.HybridSequential()
+    model.add(nn.Dense(hidden), nn.Activation("tanh"), nn.Dense(classes))
+    model.initialize(mx.init.Normal(0.3))
+    if hybrid:
+        model.hybridize()
+    return model
+
+
+@check
+def deferred_initialisation(case):
+    """Shapes come with the first batch: until then every rank has other numbers, from then on the same."""
+    for hybrid in (False, True):
+        mx.random.seed(100 + case.rank)
+        model, _ = train(case, undecided(hybrid), Adam(0.01))
+        for theirs in case.strategy.all_gather(case.parameters(model)):
+            close(theirs, case.parameters(model), tolerance=0)
+
+
+@check
+def deferred_initialisation_spelled_out(case):
+    mx.random.seed(100 + case.rank)
+    model, optimizer = case.strategy.prepare(undecided(), SGD(0.1))
+    for x, y in case.strategy.loader(reference.data(16), per_device_batch=4):
+        with case.strategy.forward(model):
+            loss = cross_entropy(model, x, y)
+        case.strategy.backward(loss)
+        case.strategy.step(optimizer)
+    for theirs in case.strategy.all_gather(case.parameters(model)):
+        close(theirs, case.parameters(model), tolerance=0)
+
+
+@check
+def native_optimizers(case):
+    """An mx.optimizer one and a Trainer, with a scheduler, as MXNet itself would apply them to the whole batch."""
+    for kind in ("adam", "nag"):
+        results = []
+        for make in (lambda model, o: o, lambda model, o: mx.gluon.Trainer(model.collect_params(), o)):
+            scheduler = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
+            optimizer = mx.optimizer.create(kind, learning_rate=0.1, lr_scheduler=scheduler, wd=0.01)
+            model = case.mlp()
+            results.append(case.parameters(train(case, model, make(model, optimizer))[0]))
+        alone = case.mlp()
+        scheduler = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
+        trainer = mx.gluon.Trainer(
+            alone.collect_params(), kind, {"learning_rate": 0.1, "lr_scheduler": scheduler, "wd": 0.01}, kvstore=None
+        )
+        x, y = reference.data(40)
+        from unidist.data.order import permutation
+
+        order, whole = permutation(40, 3, 0), 4 * case.backend.devices * case.size
+        for first in range(0, 40, whole):
+            rows = order[first : first + whole]
+            with mx.autograd.record():
+                loss = cross_entropy(alone, mx.nd.array(x[rows]), mx.nd.array(y[rows]))
+            loss.backward()
+            trainer.step(1)
+        for result in results:
+            close(result, case.parameters(alone), tolerance=5e-6)
+
+
+@check
+def trainer_is_ours_after_prepare(case):
+    model = case.mlp()
+    trainer = mx.gluon.Trainer(model.collect_params(), "sgd", {"learning_rate": 0.1})
+    model, trainer = train(case, model, trainer)
+    with refused(StateError, "train_step"):
+        trainer.step(4)
+    used = case.mlp()
+    trainer = mx.gluon.Trainer(used.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=None)
+    trainer._init_kvstore()
+    with refused(StateError, "first"):
+        case.strategy.prepare(used, trainer)
+    with refused(UsageError, "does not hold"):
+        half = case.mlp()
+        case.strategy.prepare(half, mx.gluon.Trainer(half[0].collect_params(), "sgd", {"learning_rate": 0.1}))
+
+
+@check
+def rate_that_is_zero_for_a_while(case):
+    """A warm-up from 0: the velocity grows while the parameters stand still."""
+    for nesterov in (False, True):
+        spec = SGD(lambda update: 0.3 * (update >= 2), momentum=0.9, nesterov=nesterov)
+        model, _ = case.train(spec, samples=40)
+        close(case.parameters(model), case.train_serially(spec, 40)[0].parameters, tolerance=4e-6)
+
+
+@check
+def rate_set_by_hand(case):
+    """As one would in MXNet; on servers too, where MXNet itself never hears of it."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = reference.data(40)
+    loader = case.strategy.loader((x, y), per_device_batch=4, shuffle=True, seed=3)
+    for number, (a, b) in enumerate(loader):
+        optimizer.set_learning_rate(0.5 / (1 + number))
+        step(a, b)
+    spec = SGD(lambda update: 0.5 / (1 + update))
+    close(case.parameters(model), case.train_serially(spec, 40, epochs=1)[0].parameters)
+
+
+@check
+def factors_of_parameters(case):
+    """lr_mult 0 freezes, wd_mult 0 spares."""
+    model = case.mlp()
+    model[0].bias.lr_mult = 0.0
+    before = case.parameters(model)[1]
+    after = case.parameters(train(case, model, SGD(0.5, momentum=0.9, weight_decay=0.1))[0])
+    assert (after[1] == before).all()
+    assert (after[0] != reference.weights()[0]).any()
+
+
+@check
+def gradient_of_a_parameter_that_was_not_used(case):
+    """It is zero, not what an earlier step left there."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    with_all = case.strategy.train_step(model, optimizer, cross_entropy)
+    head = case.strategy.train_step(model, optimizer, lambda m, x, y: (m[0](x) ** 2).mean())
+    x, y = (case.backend.from_numpy(each) for each in reference.data(4 * case.backend.devices))
+    with_all(x, y)
+    last = case.parameters(model)[2:]
+    head(x, y)
+    close(case.parameters(model)[2:], last, tolerance=0)
+
+
+@check
+def models_that_cannot_be_trained_are_refused(case):
+    empty = nn.Dense(3, in_units=2)
+    with refused(UsageError, "initialize"):
+        case.strategy.prepare(empty, SGD(0.1))
+    sparse = nn.Embedding(5, 2, sparse_grad=True)
+    sparse.initialize()
+    with refused(UsageError, "sparse"):
+        case.strategy.prepare(sparse, SGD(0.1))
+    double = nn.Dense(3, in_units=2, dtype="float64")
+    double.initialize()
+    with refused(UsageError, "float32"):
+        case.strategy.prepare(double, SGD(0.1))
+
+
+@check
+def large_collectives(case):
+    """Beyond what fits into one message of the control plane."""
+    wide = np.arange(3_000_000, dtype=np.float64) + case.rank
+    total = case.strategy.all_reduce(wide, "sum")
+    assert (total == sum(np.arange(3_000_000) + rank for rank in range(case.size))).all()
+    assert (case.strategy.broadcast(wide, case.size - 1) == np.arange(3_000_000) + case.size - 1).all()
+
+
+@check
+def values_loaded_into_a_prepared_model(case):
+    """Also when servers hold them: the next step starts from there."""
+    model, optimizer = case.strategy.prepare(case.mlp(seed=5), SGD(0.5))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    case.backend.load_state(model, dict(zip(case.backend.state(model), reference.weights(1), strict=True)))
+    loader = case.strategy.loader(reference.data(40), per_device_batch=4, shuffle=True, seed=3)
+    for x, y in loader:
+        step(x, y)
+    case.close_to_serial(model, case.train_serially(SGD(0.5), 40, epochs=1)[0])
+
+
+@check
+def io_iterators(case):
+    """They share out their data themselves; every batch counts the same."""
+    x, y = reference.data(4 * case.size * 3)
+    own = slice(case.rank * 12, case.rank * 12 + 12)
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    for batch in mx.io.NDArrayIter(x[own], y[own], batch_size=4):
+        step(batch.data[0], batch.label[0])
+    serial = reference.Serial(reference.weights(), SGD(0.5))
+    for number in range(3):
+        rows = np.concatenate([np.arange(4) + 12 * rank + 4 * number for rank in range(case.size)])
+        serial.step(x[rows], y[rows])
+    case.close_to_serial(model, serial)
+    with refused(UsageError, "num_parts"):
+        case.strategy.loader(mx.io.NDArrayIter(x, y, batch_size=4))
+
+
+# -- dist_async ------------------------------------------------------------------------------------------------
+
+
+@check
+def slow_worker_holds_nobody_back(case):
+    """Rank 0 makes twenty steps while the last rank has made none."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.05))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = (case.backend.from_numpy(each) for each in reference.data(4))
+    control, last = connect_from_env(), case.size - 1
+    if case.rank == last:
+        assert control.get("steps of rank 0", wait=120) == b"20"
+        step(x, y).wait_to_read()
+    else:
+        for _ in range(20):
+            step(x, y).wait_to_read()
+        if case.rank == 0:
+            control.put("steps of rank 0", b"20")
+    case.strategy.barrier()
+
+
+@check
+def each_gradient_is_applied_by_itself(case):
+    """One rank after the other: together they make the serial path, each step on one rank's own batch."""
+    spec = SGD(lambda update: 0.5 / (1 + update), momentum=0.9)
+    model, optimizer = case.strategy.prepare(case.mlp(), spec)
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = reference.data(4 * case.size)
+    serial = reference.Serial(reference.weights(), SGD(0.5, momentum=0.9))
+    for rank in range(case.size):
+        rows = slice(4 * rank, 4 * rank + 4)
+        with case.strategy.evaluate(model):  # brings everybody what the servers hold
+            pass
+        if case.rank == rank:
+            step(case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows])).wait_to_read()
+        serial.step(x[rows], y[rows])
+    with case.strategy.evaluate(model):
+        close(case.parameters(model), serial.parameters)
+
+
+@check
+def staleness_is_counted(case):
+    model, _ = train(case, case.mlp(), SGD(0.05), epochs=4)
+    with case.strategy.evaluate(model):
+        pass
+    counted = case.backend._trained[model].staleness
+    counted.settle()
+    assert counted.updates > 0
+    assert 0 <= counted.total <= counted.updates * counted.worst
+
+
+# -- compression -----------------------------------------------------------------------------------------------
+
+
+@check
+def compressed_to_two_bits(case):
+    """Every element moves by a whole number of thresholds from each rank, and what is kept back is not lost."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(1.0))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    threshold = case.backend.options.compression_threshold
+    x, y = (case.backend.from_numpy(each) for each in reference.data(4))
+    for _ in range(3):
+        before = case.parameters(model)
+        step(x, y)
+        for now, then in zip(case.parameters(model), before, strict=True):
+            units = (then - now) / threshold
+            close([units], [np.round(units)], tolerance=1e-3)
+            assert np.abs(units).max() <= case.size + 1e-3
+    for theirs in case.strategy.all_gather(case.parameters(model)):
+        close(theirs, case.parameters(model), tolerance=0)

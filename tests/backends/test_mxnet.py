@@ -1,0 +1,85 @@
+"""The MXNet backend keeps every promise in every mode, on real ps-lite clusters of schedulers, servers and workers."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unidist.testing import Configuration, conformance, run
+from unidist.testing.suite import resume
+
+HERE = Path(__file__).resolve().parent
+ZOO = "unidist_mxnet.zoo"
+
+test_dist_sync = conformance("mxnet", zoo=ZOO, world_sizes=(2,), servers=1, kvstore="dist_sync")
+test_one_worker_alone = conformance("mxnet", zoo=ZOO, world_sizes=(1,), one_launch=True)
+test_one_worker_with_a_server = conformance(
+    "mxnet", zoo=ZOO, world_sizes=(1,), servers=1, one_launch=True, kvstore="dist_sync"
+)
+test_four_devices = conformance("mxnet", zoo=ZOO, world_sizes=(1,), one_launch=True, kvstore="device", devices=4)
+test_two_devices = conformance(
+    "mxnet", zoo=ZOO, world_sizes=(2,), servers=1, one_launch=True, kvstore="dist_sync", devices=2
+)
+test_dist_device_sync = conformance(
+    "mxnet", zoo=ZOO, world_sizes=(3,), servers=2, one_launch=True, kvstore="dist_device_sync"
+)
+# A bound of 20 elements: the model's matrices are shared out over both servers, its vectors are not.
+test_updates_on_two_servers = conformance(
+    "mxnet",
+    zoo=ZOO,
+    world_sizes=(2,),
+    servers=2,
+    one_launch=True,
+    kvstore="dist_sync",
+    update_on="server",
+    bigarray_bound=20,
+)
+test_dist_async = conformance("mxnet", zoo=ZOO, world_sizes=(2,), servers=1, one_launch=True, kvstore="dist_async")
+test_dist_async_3 = conformance("mxnet", zoo=ZOO, world_sizes=(3,), servers=2, one_launch=True, kvstore="dist_async")
+
+
+def test_resumes_on_another_number_of_workers():
+    resume(Configuration("mxnet", ZOO, 2, (("kvstore", "dist_sync"),), servers=1), 1)
+
+
+# -- what only MXNet has ---------------------------------------------------------------------------------------
+
+EVERYWHERE = (
+    "deferred_initialisation",
+    "deferred_initialisation_spelled_out",
+    "native_optimizers",
+    "trainer_is_ours_after_prepare",
+    "rate_that_is_zero_for_a_while",
+    "rate_set_by_hand",
+    "factors_of_parameters",
+    "gradient_of_a_parameter_that_was_not_used",
+    "values_loaded_into_a_prepared_model",
+    "io_iterators",
+)
+CASES = {
+    (("kvstore", "dist_sync"),): (
+        *EVERYWHERE,
+        "models_that_cannot_be_trained_are_refused",
+        "large_collectives",
+    ),
+    (("kvstore", "dist_sync"), ("update_on", "server")): EVERYWHERE,
+    (("kvstore", "dist_async"),): (
+        "slow_worker_holds_nobody_back",
+        "each_gradient_is_applied_by_itself",
+        "staleness_is_counted",
+        "values_loaded_into_a_prepared_model",
+    ),
+    (("kvstore", "dist_sync"), ("compression", "2bit"), ("compression_threshold", 0.02)): ("compressed_to_two_bits",),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [(options, name) for options, names in CASES.items() for name in names],
+    ids=lambda each: "-".join(str(value) for _, value in each) if isinstance(each, tuple) else each,
+)
+def test_mxnet(options, name):
+    path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    configuration = Configuration("mxnet", "mxnet_checks", 2, options, servers=1, environment=(("PYTHONPATH", path),))
+    error = run(configuration, CASES[options]).get(name)
+    assert error is None, error

@@ -1,0 +1,337 @@
+"""Around the training of the MXNet backend: the plan of a job, processes started by hand, and what becomes of the rest
+when one of them dies."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from unidist import World, registry
+from unidist.errors import UsageError
+from unidist.launch.environments import interpreter_for
+from unidist.launch.plan import Job, plan, totals
+from unidist.launch.ports import Ports
+from unidist_mxnet import MxnetOptions, capabilities
+from unidist_mxnet.devices import pick_contexts
+from unidist_mxnet.memory import warning
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GB = 2**30
+
+
+# -- options and plan ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kvstore": "dist_snyc"}, "dist_sync"),  # MXNet itself would take it for dist_sync
+        ({"update_on": "both"}, "worker"),
+        ({"kvstore": "dist_async", "update_on": "worker"}, "dist_async"),
+        ({"kvstore": "local", "update_on": "server"}, "no servers"),
+        ({"kvstore": "device", "compression": "2bit"}, "network"),
+        ({"compression": "1bit"}, "2bit"),
+        ({"compression_threshold": 0}, "above 0"),
+        ({"devices": 0}, "from 1"),
+        ({"devices": []}, "devices"),
+        ({"servers": -1}, "from 0"),
+        ({"bigarray_bound": 0.5}, "whole number"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        MxnetOptions(**options)
+
+
+def job(nproc=2, servers=0, **options):
+    return Job("mxnet", "python", ("python", "train.py"), nproc, servers, options, ports=tuple(range(9000, 9012)))
+
+
+def planned(*arguments, **options):
+    return plan(job(*arguments, **options), registry.plugin("mxnet"))
+
+
+def test_plan_has_scheduler_servers_and_workers():
+    processes = planned(3, 2)
+    assert [each.name for each in processes] == [
+        "scheduler",
+        "server 0",
+        "server 1",
+        "worker 0",
+        "worker 1",
+        "worker 2",
+    ]
+    for each in processes:
+        assert each.env["DMLC_ROLE"] == each.role
+        assert (each.env["DMLC_NUM_WORKER"], each.env["DMLC_NUM_SERVER"]) == ("3", "2")
+        assert each.env["DMLC_PS_ROOT_PORT"] == "9000"
+        # The user's script is for workers alone.
+        assert ("train.py" in each.command) == (each.role == "worker")
+    ports = [int(each.env["PORT"]) for each in processes if each.role == "worker"]
+    assert ports == sorted(set(ports))  # ps-lite numbers the workers in this order
+    assert 9000 not in ports
+
+
+def test_one_worker_needs_no_servers():
+    assert [each.name for each in planned(1)] == ["worker 0"]
+    assert "DMLC_ROLE" not in planned(1)[0].env
+    assert len(planned(1, 1)) == 3
+    assert len(planned(1, kvstore="dist_sync")) == 3
+    assert len(planned(1, update_on="server")) == 3
+    assert len(planned(2)) == 4  # one server unless told
+
+
+def test_servers_may_be_asked_for_as_an_option():
+    processes = plan(
+        Job("mxnet", "python", ("python", "x"), 1, 0, {"servers": 2}, ports=(9000, 9001)), registry.plugin("mxnet")
+    )
+    assert len(processes) == 4
+    with pytest.raises(UsageError, match="contradict"):
+        plan(Job("mxnet", "python", ("python", "x"), 1, 1, {"servers": 2}), registry.plugin("mxnet"))
+
+
+@pytest.mark.parametrize(("nproc", "servers"), [(2, 0), (1, 1)])
+def test_local_store_is_for_one_worker_without_servers(nproc, servers):
+    with pytest.raises(UsageError, match="dist_sync"):
+        planned(nproc, servers, kvstore="local")
+
+
+def test_resources_add_up():
+    """2 cores x 1 server + 12 cores x 2 workers = 26 CPU, 2 x 2 = 4 GPU."""
+    processes = planned(2, 1, server_cores=2, worker_cores=12, devices=["gpu(0)", "gpu(1)"])
+    assert totals(processes) == "2 x 1 + 12 x 2 = 26 CPU, 2 x 2 = 4 GPU"
+    assert totals(planned(2, 1)) == ""
+    by_name = {each.name: each.env.get("OMP_NUM_THREADS") for each in processes}
+    assert (by_name["server 0"], by_name["worker 1"]) == ("2", "12")
+
+
+def test_dry_run_shows_the_totals(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    options = ["server_cores=2", "worker_cores=12", 'devices=["gpu(0)","gpu(1)"]']
+    command = [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1", "--dry-run"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *(f"--option={each}" for each in options), str(script)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 x 1 + 12 x 2 = 26 CPU, 2 x 2 = 4 GPU" in done.stdout
+
+
+def test_capabilities_say_what_the_mode_cannot_do():
+    assert capabilities(MxnetOptions(kvstore="dist_sync")).synchronous is True
+    declared = capabilities(MxnetOptions(kvstore="dist_async"))
+    for name in ("synchronous", "lockstep"):
+        assert "dist_sync" in getattr(declared, name)
+    assert "update_on='worker'" in declared.clip_norm
+    assert "train_step" in capabilities(MxnetOptions(devices=2)).spelled_out
+
+
+# -- devices and memory ----------------------------------------------------------------------------------------
+
+
+def test_contexts():
+    first, second = World(0, 2, 0, 2), World(1, 2, 1, 2)
+    assert pick_contexts(None, 1, 0, second) == [("cpu", 0)]
+    assert pick_contexts(None, 2, 0, second) == [("cpu", 0), ("cpu", 1)]
+    assert pick_contexts(None, 2, 4, second) == [("gpu", 2), ("gpu", 3)]
+    assert pick_contexts("cpu", 1, 4, first) == [("cpu", 0)]
+    assert pick_contexts("cuda:1", 1, 4, first) == [("gpu", 1)]
+    assert pick_contexts(None, ["gpu(3)", "gpu(1)"], 4, first) == [("gpu", 3), ("gpu", 1)]
+    for asked, devices, gpus, words in [
+        ("gpu", 1, 0, "no GPU"),
+        (None, 2, 3, "GPU 3"),
+        ("tpu", 1, 0, "tpu"),
+        ("cpu", ["cpu(0)"], 0, "keep one"),
+        (None, ["cpu(0)", "cpu(0)"], 0, "twice"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            pick_contexts(asked, devices, gpus, second)
+
+
+def test_servers_that_are_too_small_are_warned_about():
+    small = [{"host": "a", "bytes": 3 * GB}, {"host": "a", "bytes": 3 * GB}, {"host": "b", "bytes": 3 * GB}]
+    assert warning(GB, 4, small) is None
+    assert warning(2 * GB, 4, []) is None  # nobody told
+    said = warning(2 * GB, 4, small)
+    assert "6.0 GB of memory on 2 hosts" in said
+    assert "8.0 GB" in said
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import unidist
+
+with unidist.Strategy() as strategy:
+    from unidist_mxnet import zoo
+    from unidist.testing import reference
+
+    model, optimizer = strategy.prepare(zoo.mlp(), unidist.SGD(0.1))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    loader = strategy.loader(reference.data(16), per_device_batch=4)
+    losses = [strategy.mean(step(x, y)) for x, y in loader]
+    strategy.print("trained", strategy.all_gather(strategy.rank), strategy.local_rank, len(losses))
+    while "for ever" in sys.argv:
+        for x, y in loader:
+            step(x, y).wait_to_read()
+"""
+
+
+@contextlib.contextmanager
+def four_shells(folder, *arguments, **env):
+    """The same script in every process, with MXNet's own variables and nothing of unidist's launcher."""
+    (folder / "train.py").write_text(SCRIPT)
+    python, variables = interpreter_for("mxnet")
+    with Ports() as ports:
+        port = ports.take(1)[0]
+        common = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NUM_SERVER": "1",
+            "DMLC_NUM_WORKER": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        started = {}
+        try:
+            for name in ("scheduler", "server", "worker a", "worker b"):
+                role = {"DMLC_ROLE": name.split()[0]}
+                started[name] = subprocess.Popen(
+                    [python, str(folder / "train.py"), *arguments],
+                    env={**os.environ, **variables, **common, **role, **env},
+                    stdout=(folder / name).open("w"),
+                    stderr=subprocess.STDOUT,
+                )
+            yield started
+        finally:
+            for process in started.values():
+                process.kill()
+                process.wait()
+
+
+def outputs(folder, names):
+    return {name: (folder / name).read_text() for name in names}
+
+
+def test_same_script_in_four_shells(tmp_path):
+    with four_shells(tmp_path) as started:
+        codes = {name: process.wait(120) for name, process in started.items()}
+    said = outputs(tmp_path, codes)
+    assert set(codes.values()) == {0}, said
+    assert said["scheduler"] == said["server"] == ""  # they never saw the training code
+    assert "trained [0, 1] 0 2\n" in said["worker a"] + said["worker b"]
+    assert (said["worker a"] + said["worker b"]).count("trained") == 1
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "server", "worker b"])
+def test_death_ends_a_job_started_by_hand(tmp_path, victim):
+    """ps-lite alone would wait for ever."""
+    with four_shells(tmp_path, "for ever") as started:
+        until = time.monotonic() + 120
+        while "trained" not in (tmp_path / "worker a").read_text() + (tmp_path / "worker b").read_text():
+            assert time.monotonic() < until, outputs(tmp_path, started)
+            assert all(process.poll() is None for process in started.values()), outputs(tmp_path, started)
+            time.sleep(0.2)
+        started[victim].kill()
+        codes = {name: process.wait(30) for name, process in started.items()}
+    said = outputs(tmp_path, codes)
+    assert codes.pop(victim) == -9
+    assert set(codes.values()) == {1}, said
+    cause = {"scheduler": "scheduler at", "server": "server 0 died", "worker b": "died"}[victim]
+    assert all(cause in said[name] for name in codes), said
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "server"])
+def test_death_ends_a_job_of_unidist_run(tmp_path, victim):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1"]
+    launcher = subprocess.Popen(
+        [*command, str(tmp_path / "train.py"), "for ever"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = ""
+        while "trained" not in said:
+            line = launcher.stdout.readline()
+            assert line, said
+            said += line
+        subprocess.run(["kill", "-9", str(_of_role(launcher.pid, victim))], check=True)
+        rest, _ = launcher.communicate(timeout=90)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 137, rest
+    assert f"{victim}" in next(line for line in rest.splitlines() if "failed first" in line)
+
+
+def _of_role(launcher, role):
+    """The process of this job with that DMLC_ROLE."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"DMLC_ROLE={role}".encode() in variables and _descends(int(pid), launcher):
+                return int(pid)
+    raise AssertionError(f"no {role} below process {launcher}")
+
+
+def _descends(pid, ancestor):
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return False
+
+
+def test_worker_that_meets_nobody_says_so(tmp_path):
+    python, variables = interpreter_for("mxnet")
+    env = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1"}
+    with Ports() as ports:
+        env["DMLC_PS_ROOT_PORT"] = str(ports.take(1)[0])
+        done = subprocess.run(
+            [python, "-c", "import unidist; unidist.Strategy(timeout=3)"],
+            env={**os.environ, **variables, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert f"127.0.0.1:{env['DMLC_PS_ROOT_PORT']}" in done.stderr
+    assert "scheduler" in done.stderr
+
+
+def test_distributed_store_without_a_cluster_is_refused(tmp_path):
+    python, variables = interpreter_for("mxnet")
+    done = subprocess.run(
+        [python, "-c", "import unidist; unidist.Strategy('mxnet', kvstore='dist_sync')"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "unidist run --backend mxnet" in done.stderr
+
+
+def test_the_example_learns_what_torch_learns(tmp_path):
+    """The same initial weights, the same samples, the same losses to 1e-4: those of torch, written down here."""
+    done = subprocess.run(
+        [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1"]
+        + ["--option=kvstore=dist_sync", str(ROOT / "examples" / "train.py"), "--epochs=5"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split("loss ")[1].split()[0]) for line in done.stdout.splitlines() if "loss " in line]
+    of_torch = [2.055693, 0.750226, 0.379219, 0.221348, 0.167571]
+    assert losses == pytest.approx(of_torch, abs=1e-4)
