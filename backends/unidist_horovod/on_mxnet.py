@@ -52,7 +52,7 @@ class MxnetOverHorovod(MxnetBackend):
         self._trained = weakref.WeakKeyDictionary()
         self._store = HorovodStore(self.world.rank, self.world.world_size)
         self._exchange = HorovodExchange(self.world.rank, self.world.world_size)
-        self._rank_0_leads = True
+        self._rank_0_leads, self._server_memory = True, []
 
     def close(self, failed: bool) -> None:
         if not failed:
