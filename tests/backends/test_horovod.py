@@ -209,7 +209,7 @@ def test_everyone_hears_everyone():
             each.start()
         for each in ranks:
             each.join()
-    assert heard == dict.fromkeys(range(3), ["host 0", "host 1", "host 2"])
+    assert heard == {number: ["host 0", "host 1", "host 2"] for number in range(3)}
 
 
 def test_who_did_not_come_is_named():
