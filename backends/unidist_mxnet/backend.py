@@ -24,12 +24,14 @@ from unidist.errors import StateError, UsageError
 from unidist.watch import own_interface
 from unidist_mxnet import MxnetOptions, capabilities, loading, memory
 from unidist_mxnet.arrays import from_numpy, kind_like
+from unidist_mxnet.cluster import with_neighbours
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.exchange import Exchange
 from unidist_mxnet.models import check_model, check_optimizer, collect, is_deferred, split
 from unidist_mxnet.optimizers import describe, from_spec
+from unidist_mxnet.served import UpdatedByServer
 from unidist_mxnet.store import Store
-from unidist_mxnet.trained import Trained, UpdatedByServer, UpdatedByWorker
+from unidist_mxnet.trained import Trained, UpdatedByWorker
 
 _open = False
 
@@ -82,18 +84,7 @@ class MxnetBackend(Backend):
     def _find_neighbours(self) -> None:
         told = self._exchange.meet([self._store.rank, socket.gethostname()])
         self._rank_0_leads = told[0][0] == 0
-        world, hosts = self.world, [host for _, host in told]
-        if world.local_rank >= 0 and world.num_nodes > 0 and world.local_world_size > 0:
-            return
-        here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-        nodes = list(dict.fromkeys(hosts))
-        self.world = replace(
-            world,
-            local_rank=here.index(world.rank),
-            local_world_size=len(here),
-            node_rank=nodes.index(hosts[world.rank]),
-            num_nodes=len(nodes),
-        )
+        self.world = with_neighbours(self.world, [host for _, host in told])
 
     def _describe_transport(self) -> str:
         said = f"KVStore {self._store.name}" + (" (chosen)" if self.options.kvstore == "auto" else " (asked for)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import socket
 import sys
@@ -38,6 +39,21 @@ def with_defaults(env: MutableMapping[str, str]) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((socket.gethostbyname(uri), 9))  # sends nothing: asks the kernel which interface leads there
             env["DMLC_NODE_HOST"] = probe.getsockname()[0]
+
+
+def with_neighbours(world: World, hosts: list[str]) -> World:
+    """Complete what DMLC_* leaves open: who shares a host. `hosts` holds the name of each rank's."""
+    if world.local_rank >= 0 and world.num_nodes > 0 and world.local_world_size > 0:
+        return world
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    nodes = list(dict.fromkeys(hosts))
+    return dataclasses.replace(
+        world,
+        local_rank=here.index(world.rank),
+        local_world_size=len(here),
+        node_rank=nodes.index(hosts[world.rank]),
+        num_nodes=len(nodes),
+    )
 
 
 class Lookout:

@@ -51,7 +51,7 @@ def serve(world: World, options: MxnetOptions) -> None:
         _call(library, library.MXKVStoreRunServer(store, controller, None))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the library's own clean-up at exit has nothing left to do, and has been seen to crash
+    os._exit(0)  # the job is over: no destructor of the library has anything left to do, or to wait for
 
 
 class Commands:

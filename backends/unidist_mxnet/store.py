@@ -41,6 +41,8 @@ class Store:
         self.kv: Any = None
         if self.distributed:
             self._meet(world, options, timeout)
+        elif options.server_updates:
+            raise UsageError("update_on='server' needs servers: start with `unidist run --backend mxnet --servers M …`")
         elif world.world_size > 1:
             raise UsageError(f"kvstore {self.name!r} is for one worker, and here are {world.world_size}: use dist_sync")
         elif devices > 1:

@@ -16,6 +16,7 @@ from unidist.launch.environments import interpreter_for
 from unidist.launch.plan import Job, plan, totals
 from unidist.launch.ports import Ports
 from unidist_mxnet import MxnetOptions, capabilities
+from unidist_mxnet.cluster import with_neighbours
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.memory import warning
 
@@ -154,6 +155,13 @@ def test_contexts():
             pick_contexts(asked, devices, gpus, second)
 
 
+def test_neighbours_are_found_by_the_names_of_hosts():
+    unknown = World(2, 4, -1, 0, -1, 0, source="dmlc")
+    found = with_neighbours(unknown, ["a", "b", "b", "a"])
+    assert (found.local_rank, found.local_world_size, found.node_rank, found.num_nodes) == (1, 2, 1, 2)
+    assert with_neighbours(World(0, 1), ["a"]) == World(0, 1)
+
+
 def test_servers_that_are_too_small_are_warned_about():
     small = [{"host": "a", "bytes": 3 * GB}, {"host": "a", "bytes": 3 * GB}, {"host": "b", "bytes": 3 * GB}]
     assert warning(GB, 4, small) is None
@@ -239,7 +247,7 @@ def test_death_ends_a_job_started_by_hand(tmp_path, victim):
             assert all(process.poll() is None for process in started.values()), outputs(tmp_path, started)
             time.sleep(0.2)
         started[victim].kill()
-        codes = {name: process.wait(30) for name, process in started.items()}
+        codes = {name: process.wait(90) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert codes.pop(victim) == -9
     assert set(codes.values()) == {1}, said
@@ -323,9 +331,9 @@ def test_distributed_store_without_a_cluster_is_refused(tmp_path):
 
 def test_the_example_learns_what_torch_learns(tmp_path):
     """The same initial weights, the same samples, the same losses to 1e-4: those of torch, written down here."""
+    launcher = [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1"]
     done = subprocess.run(
-        [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--nproc=2", "--servers=1"]
-        + ["--option=kvstore=dist_sync", str(ROOT / "examples" / "train.py"), "--epochs=5"],
+        [*launcher, "--option=kvstore=dist_sync", str(ROOT / "examples" / "train.py"), "--epochs=5"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
