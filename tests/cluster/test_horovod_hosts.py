@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hosts import MPI, SLURM, Hosts, why_not
 
-from conftest import ROOT
 from unidist.launch.environments import interpreter_for
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [str(ROOT / "examples" / "train.py"), "--epochs=3"]
 PATIENCE = 300.0
 
