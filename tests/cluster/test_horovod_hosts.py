@@ -1,4 +1,4 @@
-"""Horovod on three hosts: by horovodrun over ssh, by its variables set by hand, by mpirun, and when a host is lost."""
+"""Horovod on three hosts: by horovodrun over ssh, by its variables set by hand, by srun and by mpirun."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ def test_variables_set_by_hand(hosts: Hosts, alone: list[float]) -> None:
     assert curve("".join(output for output, _ in ends)) == pytest.approx(alone, abs=1e-5)
 
 
-def test_slurm_and_mpirun(hosts: Hosts, alone: list[float]) -> None:
-    """A Horovod without MPI meets over gloo, wherever unidist finds the ranks."""
-    if reason := why_not(*SLURM, *MPI):
+@pytest.mark.parametrize("way", ["srun", "mpirun"])
+def test_horovod_without_mpi_meets_wherever_unidist_finds_the_ranks(hosts: Hosts, alone: list[float], way: str) -> None:
+    if reason := why_not(*(SLURM if way == "srun" else MPI)):
         pytest.skip(reason)
     python, env = environment(hosts)
-    env["UNIDIST_BACKEND"] = "horovod"
-    for launch, more in ((["srun", "-N3", "-n3"], hosts.slurm()), ([*hosts.mpirun(1), "-np", "3"], {})):
-        forward = ["env", *(f"{name}={value}" for name, value in env.items())]  # mpirun passes none on
-        ended = hosts[0].run([*launch, *forward, python, *TRAIN], env=more, timeout=PATIENCE)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert curve(ended.stdout) == pytest.approx(alone, abs=1e-5), launch
+    env |= {"UNIDIST_BACKEND": "horovod"}
+    launch = ["srun", "-N3", "-n3"] if way == "srun" else [*hosts.mpirun(1), "-np", "3", "-x", "MASTER_ADDR=h0"]
+    forward = ["env", *(f"{name}={value}" for name, value in env.items())]  # mpirun passes little on
+    more = hosts.slurm() if way == "srun" else {}
+    ended = hosts[0].run([*launch, *forward, python, *TRAIN], env=more, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert curve(ended.stdout) == pytest.approx(alone, abs=1e-5)
