@@ -1,6 +1,6 @@
 # Two commands: `make demo` and `make test`. Both install what they need, once, outside of this folder.
 PYTHON ?= python3
-BACKENDS := torch horovod
+BACKENDS := torch mxnet oneflow horovod
 
 .PHONY: demo test lint bench
 
@@ -9,6 +9,7 @@ demo:  ## train the example on two processes
 	$(PYTHON) -m unidist run --backend torch --nproc 2 examples/train.py
 
 test: lint  ## everything, on every framework
+	tests/cluster/install
 	$(PYTHON) -m unidist setup $(BACKENDS)
 	"$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest
 
@@ -21,3 +22,4 @@ lint:
 bench:  ## the numbers in the README
 	$(PYTHON) -m unidist setup torch
 	$(PYTHON) -m unidist bench step --backend torch
+	$(PYTHON) -m unidist bench launch --backend torch

@@ -36,7 +36,7 @@ def main() -> None:
                     loss = zoo.cross_entropy(model(x), y)
                 strategy.backward(loss)
                 strategy.step(optimizer, clip_norm=1.0)
-                losses.append(loss)
+                losses.append(loss.detach())
             strategy.print(f"epoch {epoch}  loss {strategy.mean(losses):.6f}")
 
 

@@ -56,3 +56,53 @@ def data_loaders_taken_over() -> list[object]:
             except unidist.UnidistError as error:
                 results.append(str(error))
         return results
+
+
+def many_buckets(kind: str) -> float:
+    """The largest difference between ranks after training a model whose gradients travel in several buckets."""
+    import torch
+
+    import unidist
+
+    compression = {"powersgd": unidist.PowerSGD(2, start=2), "topk": unidist.TopK(0.1), "fp16": "fp16"}[kind]
+    with unidist.Strategy("torch", bucket_cap_mb=1) as strategy:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(500, 500) for _ in range(6)])
+        model, optimizer = strategy.prepare(net, unidist.SGD(0.01), compression=compression)
+        step = strategy.train_step(model, optimizer, lambda m, x: m(x).square().mean())
+        torch.manual_seed(strategy.rank)
+        for _ in range(6):
+            step(torch.randn(8, 500))
+        own = torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+        low, high = strategy.all_reduce(own, "min"), strategy.all_reduce(own, "max")
+        return float((high - low).abs().max())
+
+
+class _Texts:
+    """A stream of (text, label): its collated batches do not tell how many elements went in."""
+
+    def __iter__(self):
+        return iter([("a" * (n + 1), n) for n in range(12)])
+
+
+class _SplitsItself:
+    """A stream that shares itself out over workers, as torch's documentation suggests."""
+
+    def __iter__(self):
+        from torch.utils.data import get_worker_info
+
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(worker, 16, workers))
+
+
+def odd_streams() -> tuple[list[float], list[int]]:
+    """(weights of the batches of texts, elements seen of a stream that splits itself)."""
+    import unidist
+
+    with unidist.Strategy("torch") as strategy:
+        seen: list[int] = []
+        for batch in strategy.loader(_SplitsItself(), global_batch=8, workers=2):
+            seen += [int(n) for part in strategy.all_gather(batch) for n in part]
+        weights = [strategy._trainer._passes[-1].weight for _ in strategy.loader(_Texts(), global_batch=4)]
+        return weights, sorted(seen)

@@ -148,7 +148,7 @@ def test_a_stream_is_shared_out_completely(size, skip, share, ranks, workers):
 def loader(data, batch=None, prefetch=True, keep_float64=False, **how):
     source = ArraySource(data, prefetch=prefetch, keep_float64=keep_float64, to_device=lambda array: array)
     settings = {"rank": 0, "shuffle": False, "seed": 0, "tail": "keep", **how}
-    return Loader(source, batch or Batch(4), Listener(lambda drawn: None, lambda origin: None), **settings)
+    return Loader(source, batch or Batch(4), Listener(lambda drawn, batch: None, lambda origin: None), **settings)
 
 
 def test_batches_are_views_of_one_vectorised_read():

@@ -102,6 +102,9 @@ class Backend(ABC):
     capabilities: Capabilities
     world: World
     devices: int = 1  # how many devices this process drives
+    # About the batch that a step is being made of, set by Strategy before the step:
+    uneven: bool = False  # the ranks' parts differ in size
+    padding_only: bool = False  # this rank has no sample in it, only a row to take part with
 
     @abstractmethod
     def __init__(self, world: World, options: Any, device: str | None, timeout: float) -> None:
@@ -213,9 +216,13 @@ class Backend(ABC):
             self.backward(model, loss, weight)
             if update is not None:
                 self.apply(model, optimizer, update)
-            return loss
+            return loss.detach()  # users keep losses; the graph behind them must go
 
         return run
+
+    def clear_gradients(self, model: Model) -> None:  # noqa: B027
+        """Called before a group of micro-batches when several models are prepared: the backward of one may have left
+        gradients in another. Override it where backward adds to what is there."""
 
     # -- the framework's own data loaders ----------------------------------------------------------------------
 
@@ -228,6 +235,7 @@ class Backend(ABC):
     ) -> AbstractContextManager[Iterator[Any]]:
         """Collated batches of the samples numbered in `batches`, on the device, read by `source.workers` processes.
 
-        For iterable data `batches` is None: each worker of each rank keeps every n-th element, as `data.stream` says.
+        For iterable data `batches` is None: (number of elements, batch) of those that `source.stream` leaves to this
+        rank, see `data.source.elements_of`.
         """
         raise NotImplementedError

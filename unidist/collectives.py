@@ -34,6 +34,8 @@ class Collectives:
         size = self._backend.world.world_size
 
         def on_tensor(tensor: Any) -> Any:
+            if "complex" in str(tensor.dtype):
+                raise UsageError("all_reduce cannot take complex tensors: reduce the real and imaginary parts")
             if op == "mean" and "float" not in str(tensor.dtype):
                 tensor = self._backend.from_numpy(self._backend.to_numpy(tensor).astype(np.float64))
             reduced = self._backend.all_reduce(tensor, reduction)
@@ -114,7 +116,9 @@ class Tree:
             self.tensors.append(value)
             return f"{value.dtype} {tuple(value.shape)}"
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{key}: {self._collect(value[key], f'{path}[{key!r}]')}" for key in value) + "}"
+            # Sorted: ranks may have filled theirs in different orders.
+            items = [f"{key}: {self._collect(value[key], f'{path}[{key!r}]')}" for key in sorted(value, key=str)]
+            return "{" + ", ".join(items) + "}"
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(self._collect(each, f"{path}[{i}]") for i, each in enumerate(value)) + "]"
         if isinstance(value, (np.ndarray, np.generic, *NUMBERS)):
@@ -141,7 +145,8 @@ class Tree:
         if self._backend.is_tensor(value):
             return on_tensor(value)
         if isinstance(value, dict):
-            return {key: self._rebuild(value[key], on_tensor, arrays) for key in value}
+            rebuilt = {key: self._rebuild(value[key], on_tensor, arrays) for key in sorted(value, key=str)}
+            return {key: rebuilt[key] for key in value}
         if isinstance(value, (list, tuple)):
             parts = [self._rebuild(each, on_tensor, arrays) for each in value]
             return (

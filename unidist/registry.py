@@ -26,13 +26,13 @@ _loaded: dict[str, Plugin] = {}
 
 
 def names() -> list[str]:
-    return sorted(_found())
+    return sorted(entries())
 
 
 def plugin(name: str) -> Plugin:
     """The declaration of backend `name`; its framework is not imported."""
     if name not in _loaded:
-        found = _found()
+        found = entries()
         if name not in found:
             near = difflib.get_close_matches(name, found, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -130,7 +130,8 @@ def choose(name: str | None, env: Mapping[str, str] = os.environ) -> tuple[Plugi
 DEFAULT = "torch"  # only ever a tie-break, and the start-up line says so
 
 
-def _found() -> dict[str, EntryPoint]:
+def entries() -> dict[str, EntryPoint]:
+    """Every registered backend, as its entry point; nothing is loaded."""
     from importlib.metadata import entry_points  # not at the top: it would be half of the time of `import unidist`
 
     found: dict[str, EntryPoint] = {}

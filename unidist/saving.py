@@ -83,6 +83,7 @@ def load(
     if optimizer is not None and schedule is not None:
         if "updates" not in own:
             raise CheckpointError(f"{found.path} holds no optimizer: load it without optimizer=")
+        _check_kind(own["optimizer"], backend.optimizer_state(model, optimizer)[1], found.path)
         moments = found.section("optimizer")
         _check_moments(moments, _shapes(backend.state(model)), found.path)
     if loader is not None:
@@ -100,6 +101,18 @@ def load(
         restore(generators)
         backend.load_rng_state(generators)
     return {name: value for name, value in found.values.items() if name not in RESERVED}
+
+
+def _check_kind(saved: Mapping[str, Any], here: Mapping[str, Any], path: object) -> None:
+    if "kind" in saved and "kind" in here and saved["kind"] != here["kind"]:
+        raise CheckpointError(
+            f"{path} was saved with the optimizer {saved['kind']}, here it is {here['kind']}. Nothing was changed."
+        )
+    if len(saved.get("groups", ())) != len(here.get("groups", ())):
+        raise CheckpointError(
+            f"the optimizer in {path} has {len(saved.get('groups', ()))} parameter groups, here it has "
+            f"{len(here.get('groups', ()))}. Nothing was changed."
+        )
 
 
 def _check_moments(moments: Mapping[str, Array], expected: Mapping[str, Any], path: object) -> None:

@@ -23,6 +23,7 @@ from unidist.world import World, detect
 if TYPE_CHECKING:
     import numpy as np
 
+    from unidist.backend import Plugin
     from unidist.collectives import Collectives
     from unidist.compression import Compression
     from unidist.data.batch import Scale
@@ -57,7 +58,7 @@ class Strategy:
         **options: Any,
     ) -> None:
         plugin, why = registry.choose(backend)
-        settings = registry.build_options(plugin, _with_launch_options(plugin.name, options))
+        settings = registry.build_options(plugin, _with_launch_options(plugin, options))
         found = detect(init=init, rank=rank, world_size=world_size, timeout=timeout)
         if found.role != "worker":
             registry.serve(plugin, found, settings)
@@ -68,6 +69,7 @@ class Strategy:
         self._last_drawn: Drawn | None = None  # the batch, of any loader, that the next gather belongs to
         self._evaluating = 0
         self._bar: Progress | None = None
+        self._log_handlers: list[logging.Handler] = []
         self._watch = Watch(self._backend)
         self._trainer = Trainer(self._backend, self._watch, self._require)
         if self.is_main:
@@ -139,8 +141,13 @@ class Strategy:
     def _leave(self, failed: bool) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._trainer.closed = True
+        for handler in self._log_handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
         try:
+            if not failed:
+                self._watch.before("leave")  # in debug mode a rank that is still training is told so
             self._backend.close(failed)
         finally:
             self._watch.close()
@@ -202,6 +209,7 @@ class Strategy:
         handler = rank_log(folder, self.rank, stamp(self._collectives.broadcast(time.time(), 0)))
         root = logging.getLogger()
         root.addHandler(handler)
+        self._log_handlers.append(handler)
         root.setLevel(min(root.level, level) if root.level else level)
 
     def _say(self, line: str) -> None:
@@ -282,6 +290,14 @@ class Strategy:
         self._require_open()
         return self._trainer.step(optimizer, clip_norm)
 
+    def flush(self, model: Any, optimizer: Any, *, clip_norm: float | None = None) -> bool:
+        """Make an update of a group that accumulation has begun and not finished, as after `break`; False if none is.
+
+        Every rank calls it. The end of a pass does this by itself.
+        """
+        self._require_open()
+        return self._trainer.flush(model, optimizer, clip_norm)
+
     def average_gradients(self, model: Any) -> None:
         """Replace every gradient by its mean over ranks, between backward and step: for `prepare(…, sync_every=0)`."""
         self._average(model, "gradients")
@@ -295,6 +311,8 @@ class Strategy:
         self._require("local_sgd")
         self._watch.before(f"average {what}")
         self._backend.average(model, what)
+        if what == "parameters":
+            self._trainer.brought_together(model)
 
     def unwrap(self, model: Any) -> Any:
         """Your own model inside what `prepare` returned."""
@@ -358,7 +376,12 @@ class Strategy:
         schedule = self._trainer.schedule_of(model, optimizer)
         if schedule.in_group:
             raise StateError(
-                "in the middle of an accumulation group its gradients would be lost: save or load after an update"
+                "in the middle of an accumulation group its gradients would be lost: save or load after an update, or "
+                "call flush(model, optimizer) first, which makes one"
+            )
+        if schedule.apart:
+            raise StateError(
+                "between two averages of local SGD every rank has its own parameters: call average_parameters(model)"
             )
         return schedule
 
@@ -399,7 +422,7 @@ class Strategy:
         return make_loader(
             data,
             self._backend,
-            Listener(self._on_batch, self._on_end),
+            Listener(self._on_batch, self._trainer.on_end),
             self._collectives.all_gather,
             self._require,
             per_device_batch=per_device_batch,
@@ -415,17 +438,10 @@ class Strategy:
             collate=collate,
         )
 
-    def _on_batch(self, drawn: Drawn) -> None:
-        """The loader tells what it hands out: the weight of a training batch and the order in gather depend on it."""
-        self._last_drawn = drawn
+    def _on_batch(self, drawn: Drawn, batch: Any) -> None:
+        self._last_drawn = drawn  # what gather puts in order
         if not self._evaluating:
-            self._trainer.drawn = drawn
-
-    def _on_end(self, origin: object) -> None:
-        """A pass was finished or left: later steps on data from elsewhere must not inherit its weights."""
-        drawn = self._trainer.drawn
-        if drawn is not None and drawn.origin is origin:
-            self._trainer.drawn = None
+            self._trainer.on_batch(drawn, batch)
 
     @contextmanager
     def evaluate(self, model: Any) -> Iterator[None]:
@@ -464,6 +480,8 @@ class Strategy:
             raise UsageError(
                 f"gather: the loader's last pass handed out {drawn.step + 1} batches, here are {len(values)} results"
             )
+        if any(isinstance(each, (dict, list, tuple)) for each in values):
+            raise UsageError("gather takes one array or tensor for each batch: gather the parts of a result one by one")
         arrays = [
             self._backend.to_numpy(each) if self._backend.is_tensor(each) else np.asarray(each) for each in values
         ]
@@ -555,14 +573,17 @@ class Strategy:
         return self._watch.collectives
 
 
-def _with_launch_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _with_launch_options(plugin: Plugin, given: dict[str, Any]) -> dict[str, Any]:
     """`unidist run --option key=value` arrives in UNIDIST_OPTIONS; a contradiction with the call is refused."""
-    if os.environ.get("UNIDIST_BACKEND") != name or not os.environ.get("UNIDIST_OPTIONS"):
+    if os.environ.get("UNIDIST_BACKEND") != plugin.name or not os.environ.get("UNIDIST_OPTIONS"):
         return given
     launched: dict[str, Any] = json.loads(os.environ["UNIDIST_OPTIONS"])
-    for key, value in given.items():
-        if launched.get(key, value) != value:
+    for key in [key for key in given if key in launched and launched[key] != given[key]]:
+        # As the backend understands them: one value may have two spellings.
+        here, there = (registry.build_options(plugin, {**launched, key: each[key]}) for each in (given, launched))
+        if here != there:
             raise UsageError(
-                f"option {key} is {value!r} in Strategy(…) and {launched[key]!r} in `unidist run --option`: keep one"
+                f"option {key} is {given[key]!r} in Strategy(…) and {launched[key]!r} in `unidist run --option`: "
+                "keep one"
             )
     return launched | given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +27,44 @@ class Trainer:
         self._backend, self._watch, self._require = backend, watch, require
         self._prepared: list[Prepared] = []
         self._open: tuple[Any, Schedule, Turn, str] | None = None  # spelled-out step: what it is, what has been done
-        self.drawn: Drawn | None = None  # the training batch that the loop body is working on
+        self._passes: list[Drawn] = []  # the last batch of each pass that is under way, the innermost last
+        self._tails: list[tuple[weakref.ref[Any], Drawn]] = []  # batches that do not count like the others
+        self.closed = False
+
+    # -- which batch a step is made of -----------------------------------------------------------------------
+
+    def on_batch(self, drawn: Drawn, batch: Any) -> None:
+        """A loader hands it out. The weight of a step depends on it, and so does the end of an accumulation group."""
+        if self._passes and self._passes[-1].origin is drawn.origin:
+            self._passes[-1] = drawn
+        else:
+            self._passes = [each for each in self._passes if each.origin is not drawn.origin] + [drawn]
+        if drawn.last or drawn.real != drawn.rows or drawn.weight != 1.0:
+            self._tails = [each for each in self._tails if each[0]() is not None]
+            with contextlib.suppress(TypeError):  # not every framework's tensors can be referred to weakly
+                self._tails.append((weakref.ref(_first_leaf(batch)), drawn))
+
+    def on_end(self, origin: object) -> None:
+        """A pass was finished or left: later steps on data from elsewhere must not inherit its weights."""
+        self._passes = [each for each in self._passes if each.origin is not origin]
+
+    def _drawn(self, batch: Any) -> Drawn | None:
+        """Of a batch that was kept, as in `list(loader)`, its own; else the one handed out last."""
+        if self._tails and batch:
+            leaf = _first_leaf(batch)
+            for kept, drawn in self._tails:
+                if kept() is leaf:
+                    return drawn
+        return self._passes[-1] if self._passes else None
+
+    def _begin(self, model: Any, schedule: Schedule, drawn: Drawn | None) -> Turn:
+        if self.closed:
+            raise StateError("this Strategy is closed: do the work inside its `with` block")
+        if len(self._prepared) > 1 and not schedule.in_group:
+            self._backend.clear_gradients(model)
+        self._backend.uneven = drawn is not None and drawn.uneven
+        self._backend.padding_only = drawn is not None and drawn.real == 0
+        return schedule.turn(drawn)
 
     # -- prepare ---------------------------------------------------------------------------------------------
 
@@ -90,10 +128,10 @@ class Trainer:
         watch, average = self._watch, self._backend.average
 
         def step(*batch: Any) -> Any:
-            drawn = self.drawn
+            drawn = self._drawn(batch)
             if drawn is not None and 0 < drawn.real < drawn.rows:
                 batch = _without_padding(batch, drawn)
-            turn = schedule.turn(drawn)
+            turn = self._begin(model, schedule, drawn)
             watch.step(schedule.updates)
             loss = run(batch, turn.weight, turn.sync, schedule.update(turn, clip_norm) if turn.closes else None)
             if turn.average:
@@ -110,13 +148,13 @@ class Trainer:
         if self._open is not None:
             raise StateError(f"forward() again, but the last step was left after {self._open[3]}(): finish it first")
         model, schedule = self._the_model(model)
-        drawn = self.drawn
+        drawn = self._drawn(None)
         if drawn is not None and 0 < drawn.real < drawn.rows:
             raise UnsupportedOperation(
                 f"this batch holds {drawn.rows - drawn.real} rows of padding that your loss would average over: use "
                 "tail='keep', or train_step, which leaves them out"
             )
-        turn = schedule.turn(drawn)
+        turn = self._begin(model, schedule, drawn)
         self._open = (model, schedule, turn, "forward")
         try:
             with self._backend.forward(model, turn.sync):
@@ -148,6 +186,25 @@ class Trainer:
             self._backend.average(model, "parameters")
         return turn.closes
 
+    def flush(self, model: Any, optimizer: Any, clip_norm: float | None) -> bool:
+        schedule = self.schedule_of(model, optimizer)
+        self._check_clip(clip_norm)
+        if not schedule.in_group:
+            return False
+        turn = schedule.close_group()
+        if turn.sync:
+            self._backend.average(model, "gradients")
+        self._backend.apply(model, optimizer, schedule.update(turn, clip_norm))
+        if turn.average:
+            self._backend.average(model, "parameters")
+        return True
+
+    def brought_together(self, model: Any) -> None:
+        """Its parameters have been averaged by hand."""
+        for each in self._prepared:
+            if each.model() is model:
+                each.schedule.brought_together()
+
     def _check_clip(self, clip_norm: float | None) -> None:
         if clip_norm is None:
             return
@@ -168,6 +225,12 @@ class Trainer:
             )
             raise StateError(f"forward(): {problem}")
         raise UsageError("forward(model): this model was not returned by prepare(model, optimizer)")
+
+
+def _first_leaf(batch: Any) -> Any:
+    while isinstance(batch, (list, tuple, dict)) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return batch
 
 
 def _whole(name: str, value: object, least: int) -> None:
@@ -199,6 +262,7 @@ def _without_padding(value: Any, drawn: Drawn) -> Any:
     if isinstance(value, dict):
         return {key: _without_padding(each, drawn) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_without_padding(each, drawn) for each in value)
+        parts = [_without_padding(each, drawn) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     shape = getattr(value, "shape", None)
     return value[: drawn.real] if shape and shape[0] == drawn.rows else value

@@ -48,6 +48,7 @@ class Schedule:
         self._own_samples = sync_every != 1 or not lockstep
         self._micro = 0
         self._samples = 0.0  # of this group so far, in units of a full micro-batch
+        self._apart = False
         self.updates = 0
 
     @property
@@ -71,6 +72,20 @@ class Schedule:
         due = local and self._sync_every > 0 and (last or (self.updates + 1) % self._sync_every == 0)
         return Turn(weight / self._every, closes, closes and not local, rescale, closes and due)
 
+    def close_group(self) -> Turn:
+        """An update now, of what has been accumulated so far."""
+        rescale = self._every / self._samples if self._samples else 1.0
+        self._micro, self._samples = 0, 0.0
+        return Turn(0.0, True, self._sync_every == 1, rescale, self._sync_every > 1)
+
+    @property
+    def apart(self) -> bool:
+        """Local SGD: the ranks' parameters differ."""
+        return self._sync_every > 1 and self._apart
+
+    def brought_together(self) -> None:
+        self._apart = False
+
     def _share(self, drawn: Drawn | None) -> tuple[float, float, bool]:
         """(weight of the local mean loss, how full the micro-batch is, whether it is the last of its pass)."""
         if drawn is None:
@@ -86,4 +101,5 @@ class Schedule:
     def update(self, turn: Turn, clip_norm: float | None) -> Update:
         rate = self._spec.rate(self.updates) if self._spec else None
         self.updates += 1
+        self._apart = not turn.average
         return Update(turn.rescale, clip_norm, rate)

@@ -71,10 +71,10 @@ def _stream(source: OwnLoader, collate: Any) -> Iterator[Any]:
     for element in elements_of(source.dataset, skip=skip, batch=batch, share=share, worker=0, workers=1):
         waiting.append(element)
         if len(waiting) == len(share):
-            yield collate(waiting)
+            yield len(waiting), collate(waiting)
             waiting = []
     if waiting:
-        yield collate(waiting)
+        yield len(waiting), collate(waiting)
 
 
 def _ready(batch: Any, context: mx.Context, keep_float64: bool) -> Any:

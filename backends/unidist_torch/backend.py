@@ -138,9 +138,8 @@ class TorchBackend(TorchModels):
                 "the model is wrapped in DistributedDataParallel already: pass the bare module, prepare wraps it"
             )
         model, optimizer = self.ready(model, optimizer, features)
-        if not any(
-            parameter.requires_grad for parameter in model.parameters()
-        ):  # DDP refuses such a model; all it would do is the broadcast
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            # DDP refuses such a model; all it would do is the broadcast.
             self.load_state(model, {k: self.to_numpy(self.broadcast(v, 0)) for k, v in self.state(model).items()})
             return model, optimizer
         wrapped = DistributedDataParallel(
@@ -164,13 +163,14 @@ class TorchBackend(TorchModels):
     @contextmanager
     def evaluate(self, model: Any) -> Iterator[None]:
         bare = self.unwrap(model)
-        if bare is not model:
+        outermost = bare is not model and "forward" not in model.__dict__
+        if outermost:
             model.forward = bare.__call__  # not DDP's: it communicates
         try:
             with super().evaluate(model):
                 yield
         finally:
-            if bare is not model:
+            if outermost:
                 del model.forward
 
     # -- a training step

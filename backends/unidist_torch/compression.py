@@ -14,7 +14,7 @@ def register(model, compression) -> None:
         model.register_comm_hook(None, bfloat16)
     elif isinstance(compression, PowerSGD):
         state = powerSGD_hook.PowerSGDState(None, compression.rank, compression.start)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        model.register_comm_hook(state, thin_matrices)
     elif isinstance(compression, TopK):
         model.register_comm_hook(Waiting(compression.ratio), largest_part)
 
@@ -25,6 +25,14 @@ def bfloat16(_, bucket):
     small = bucket.buffer().to(torch.bfloat16).div_(size)
     waiting = dist.all_reduce(small, async_op=True).get_future()
     return waiting.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def thin_matrices(state, bucket):
+    """torch's PowerSGD, finished before it returns. Its hook starts further all-reduces when others are done: those
+    of several buckets would come in another order on each rank, and wait for each other for ever."""
+    done = torch.futures.Future()
+    done.set_result(powerSGD_hook.powerSGD_hook(state, bucket).wait())
+    return done
 
 
 class Waiting:

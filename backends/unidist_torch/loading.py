@@ -3,7 +3,14 @@
 from contextlib import contextmanager
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from unidist.data.source import OwnLoader, elements_of
@@ -15,7 +22,7 @@ def open_loader(loader, world) -> OwnLoader | None:
         return None
     if loader.batch_size is None:
         raise UsageError("the DataLoader has no batch_size: make it with one, or pass its data set to strategy.loader")
-    sampler, shuffle, seed = loader.sampler, False, 0
+    sampler, shuffle, seed = loader.sampler, False, None
     iterable = isinstance(loader.dataset, IterableDataset)
     if isinstance(sampler, DistributedSampler):
         if (sampler.rank, sampler.num_replicas) != (world.rank, world.world_size):
@@ -55,6 +62,7 @@ def read_batches(source: OwnLoader, batches, device):
         loader = DataLoader(source.dataset, batch_sampler=batches, **settings)
     else:
         skip, batch, share = source.stream
+        settings["collate_fn"] = _Counted(source.collate or default_collate)
         loader = DataLoader(_Part(source.dataset, skip, batch, share), batch_size=len(share), **settings)
     reading = iter(loader)
     try:
@@ -73,9 +81,21 @@ class _Part(IterableDataset):
     def __iter__(self):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        # A stream that splits itself by worker would be split twice: it is to believe that it is alone.
+        torch.utils.data._utils.worker._worker_info = None
         return elements_of(
             self._stream, skip=self._skip, batch=self._batch, share=self._share, worker=worker, workers=workers
         )
+
+
+class _Counted:
+    """Collates, and says how many elements went in: nobody can tell from what came out."""
+
+    def __init__(self, collate):
+        self._collate = collate
+
+    def __call__(self, elements):
+        return len(elements), self._collate(elements)
 
 
 def _ready(batch, device, keep_float64):

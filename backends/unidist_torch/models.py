@@ -66,7 +66,7 @@ class TorchModels(Backend):
         if features.sync_batchnorm:
             if isinstance(optimizer, torch.optim.Optimizer):
                 _check_optimizer(optimizer, model)
-            model = batchnorm.convert(model, self._device.type == "cuda", all_reduce)
+            model = batchnorm.convert(model, self._device.type == "cuda", lambda: self.padding_only, all_reduce)
         model.to(self._device)
         if isinstance(optimizer, OptimizerSpec):
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -105,6 +105,7 @@ class TorchModels(Backend):
                     tensors[f"{name}/{PORTABLE.get(key, key)}"] = value
                 elif value is not None:
                     values.setdefault("state", {})[f"{name}/{key}"] = value
+        values["kind"] = type(optimizer).__name__
         values["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         if model in self._scalers:
             values["scaler"] = self._scalers[model].state_dict()
@@ -158,6 +159,10 @@ class TorchModels(Backend):
         finally:
             for module, training in modes:  # one by one: the user may keep some layers in evaluation mode
                 module.training = training
+
+    def clear_gradients(self, model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
 
     def averaged(self, model: Any, what: Literal["gradients", "parameters"]) -> list[list[torch.Tensor]]:
         """The tensors that `average` means, one list for each dtype, in the same order on all ranks."""

@@ -37,5 +37,13 @@ def local_step(model, x, y, lr):
             parameter -= lr * parameter.grad
 
 
+def draw():
+    """Three numbers from the generator that dropout uses."""
+    return torch.rand(3).numpy()
+
+
 def data_loader(dataset, batch_size, shuffle):
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
+
+
+WEAK_TENSORS = True

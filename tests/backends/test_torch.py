@@ -71,3 +71,14 @@ def test_data_loaders_with_samplers():
         assert own == list(range(10)), "each sample once, where DistributedSampler would repeat"
         assert f"says rank {1 - rank} of 2, this is rank {rank} of 2" in wrong
         assert "WeightedRandomSampler" in weighted
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "topk", "fp16"])
+def test_compression_of_several_buckets(kind):
+    assert unidist.launch(on_ranks.many_buckets, 2, "torch", (kind,)) == [0.0, 0.0]
+
+
+def test_streams_that_do_not_tell_their_size_or_split_themselves():
+    for weights, seen in unidist.launch(on_ranks.odd_streams, 2, "torch"):
+        assert weights == [1.0, 1.0, 1.0]
+        assert seen == list(range(16))

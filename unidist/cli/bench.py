@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 
 from unidist import registry
-from unidist.cli import main
 from unidist.errors import UsageError
 
-BENCHMARKS = {"step": "a training step: hand-written loop against unidist, interleaved"}
+BENCHMARKS = {
+    "step": "a training step: hand-written loop against unidist, interleaved",
+    "launch": "from the command to the first all-reduce: by hand, `unidist run`, the engine's own launcher",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +31,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"backend {args.backend!r} brings no hand-written loops to compare with")
     if args.rounds < 2 or args.steps < 1:
         raise UsageError("a comparison needs --rounds of at least 2 and --steps of at least 1")
+    if args.benchmark == "launch":
+        from unidist.bench import launch
+
+        launch.main(plugin, args.nproc, args.rounds)
+        return 0
     options = [f"--option={each}" for each in args.option]
     program = ["-m", f"unidist.bench.{args.benchmark}", f"--rounds={args.rounds}", f"--steps={args.steps}"]
+    from unidist.cli import main
+
     return main(["run", "--quiet", f"--backend={args.backend}", f"--nproc={args.nproc}", *options, *program])

@@ -26,6 +26,7 @@ examples:
   unidist run --backend torch --nproc 2 train.py --epochs 3     everything after the script is the script's
   unidist run --nproc auto -m package.train                     one process for each GPU (or core), a module
   unidist run --backend mxnet --nproc 2 --servers 1 --option kvstore=dist_async train.py
+  unidist run --backend oneflow --machine 10.0.0.1,10.0.0.2 --ctrl-port 9988 train.py       the same on both nodes
   unidist run --nproc 2 --max-restarts 3 --log-dir logs train.py
   unidist run --nproc 2 --timeout 60 train.py                   end the job when a step takes a minute
   unidist run --nproc 2 --dry-run train.py                      show the processes, start none
@@ -45,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-n", "--nproc", *_spellings("nproc-per-node"), default="1", metavar="N", help="workers, or `auto` (default: 1)"
     )
     add("--servers", type=_count, default=0, metavar="M", help="parameter servers, for backends that have them")
-    add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend; may be repeated")
+    add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend, also as `--k V`")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
     add(*_spellings("max-restarts"), type=_count, default=0, metavar="N", help="start the job again after a failure")
     add(*_spellings("log-dir"), metavar="DIR", help="also write the output of each process to a file there")
@@ -67,8 +68,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(*_spellings("node-rank"), type=int, default=0, help=argparse.SUPPRESS)
     for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"):
         add(*_spellings(name), help=argparse.SUPPRESS)
+    _add_backend_options(parser)
     add("script", help="the script to run")
     add("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+class _BackendOption(argparse.Action):
+    """`--ctrl-port 9988` is `--option ctrl_port=9988`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.option = [*namespace.option, f"{self.dest}={values}"]
+
+
+def _add_backend_options(parser: argparse.ArgumentParser) -> None:
+    """Users of an engine know its words: each backend's options are flags too, where the name is not taken."""
+    for backend in registry.names():
+        with contextlib.suppress(Exception):  # one that cannot be loaded says why when it is asked for
+            for each in fields(registry.plugin(backend).options):
+                spellings = _spellings(each.name.replace("_", "-"))
+                if not any(spelling in parser._option_string_actions for spelling in spellings):
+                    parser.add_argument(
+                        *spellings,
+                        action=_BackendOption,
+                        dest=each.name,
+                        default=argparse.SUPPRESS,
+                        help=argparse.SUPPRESS,
+                    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unidist.data.batch import Batch, Scale
@@ -57,8 +58,9 @@ def make_loader(
             pin_memory=pin_memory,
             collate=collate,
         )
-        own, batch = found, batch_of(found.batch_size)
-        shuffle, seed, tail = found.shuffle, found.seed, "drop" if found.drop_last else "keep"
+        own, batch = replace(found, keep_float64=keep_float64), batch_of(found.batch_size)
+        shuffle, tail = found.shuffle, "drop" if found.drop_last else "keep"
+        seed = seed if found.seed is None else found.seed
     elif is_arrays(data):
         _refuse_given(
             "arrays are gathered without worker processes", workers=workers or None, pin_memory=pin_memory or None,

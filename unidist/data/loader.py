@@ -27,11 +27,16 @@ class Drawn(NamedTuple):
         """Factor that makes the mean over ranks of local mean losses the mean over the global batch."""
         return self.real * self.batch.workers / self.total
 
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks hold different numbers of samples."""
+        return self.total % self.batch.workers != 0
+
 
 class Listener(NamedTuple):
     """Who is told: weights of training batches and the order in `gather` depend on it."""
 
-    on_batch: Callable[[Drawn], None]
+    on_batch: Callable[[Drawn, Any], None]  # with the batch itself
     on_end: Callable[[object], None]  # the pass was finished, or left
 
 
@@ -75,7 +80,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         plan = self._plan()
-        self._place = (self.epoch, self._start)
+        self._place = (self.epoch, self._start) if plan.steps else (self.epoch + 1, 0)
         self.epoch, self._start = self.epoch + 1, 0
         return self._pass(plan)
 
@@ -88,7 +93,7 @@ class Loader:
                 consumed = plan.start + step * self.batch.global_batch + total
                 self._place = (plan.number + 1, 0) if last else (plan.number, consumed)
                 # Told before the batch is handed out: the loop body that follows belongs to it.
-                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last))
+                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last), batch)
                 yield batch
         finally:  # also when the loop was left early
             reading.close()

@@ -40,7 +40,7 @@ class OwnLoader:
     native: Any = None  # the user's loader, for settings that only the framework knows
     batch_size: int = 0  # of the user's loader
     shuffle: bool = False
-    seed: int = 0
+    seed: int | None = None  # of the user's loader, where it says one
     drop_last: bool = False
     iterable: bool = False
     stream: tuple[int, int, range] | None = None  # of iterable data: elements to skip, global batch, this rank's share
@@ -72,6 +72,8 @@ class ArraySource:
     def read(self, plan: Epoch, rank: int) -> Generator[Any, None, None]:
         sample_bytes = sum(column[:1].nbytes for column in self._columns) or 1
         span = max(1, BLOCK_BYTES // (sample_bytes * plan.batch.per_worker))
+        if plan.steps == 0:
+            return
         blocks = [(first, min(first + span, plan.steps)) for first in range(0, plan.steps, span)]
         reading = self._read_ahead([plan.indices(rank, *block) for block in blocks])
         try:

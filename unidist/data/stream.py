@@ -55,16 +55,19 @@ class StreamLoader:
         self._place = (number, start)
         with self._backend.read_batches(skipping, None) as reading:
             try:
-                coming, real, counts = self._next(reading, None)
+                coming, counts = self._next(reading)
+                self._check_first(counts, start)
                 consumed, step = start, 0
+                rows, batch = coming
                 while self._goes_on(counts):
-                    batch, own, total = coming, real, sum(counts)
-                    coming, real, counts = self._next(reading, batch)
+                    # A rank that has run out repeats its last batch, which weighs nothing.
+                    rows, batch = coming if coming[0] else (rows, batch)
+                    real, total = coming[0], sum(counts)
+                    coming, counts = self._next(reading)
                     consumed += total
                     last = not self._goes_on(counts)
                     self._place = (number + 1, 0) if last else (number, consumed)
-                    rows = _rows(batch)
-                    self._listener.on_batch(Drawn(origin, self.batch, step, rows, own, total, last))
+                    self._listener.on_batch(Drawn(origin, self.batch, step, rows, real, total, last), batch)
                     step += 1
                     yield batch
             finally:
@@ -73,17 +76,21 @@ class StreamLoader:
     def _goes_on(self, counts: list[int]) -> bool:
         return min(counts) == self.batch.per_worker if self._drop else any(counts)
 
-    def _next(self, reading: Iterator[Any], before: Any) -> tuple[Any, int, list[int]]:
-        """(batch, samples in it, samples of each rank). A rank that has run out repeats one, which weighs nothing."""
-        batch = next(reading, None)
-        real = 0 if batch is None else _rows(batch)
-        counts = self._gather(real)
-        if batch is None and before is None and any(counts):
+    def _next(self, reading: Iterator[Any]) -> tuple[tuple[int, Any], list[int]]:
+        """((elements, batch) of this rank, elements of each rank)."""
+        own = next(reading, (0, None))
+        return own, self._gather(own[0])
+
+    def _check_first(self, counts: list[int], start: int) -> None:
+        """Every rank has the counts, so every rank raises."""
+        if not any(counts) and start == 0:
             raise UsageError(
-                f"the stream has fewer elements than ranks x batch ({self.batch}): rank {self._backend.world.rank} has "
-                "nothing to work on. Use a smaller batch."
+                "the stream gave no elements. A generator can be read only once: pass an object that begins anew"
             )
-        return (before if batch is None else batch), real, counts
+        if any(counts) and not all(counts) and not self._drop:
+            raise UsageError(
+                f"the stream has too few elements for {self.batch}: some ranks have none. Use a smaller batch."
+            )
 
     def state(self) -> dict[str, Any]:
         epoch, samples = self._place
@@ -92,10 +99,3 @@ class StreamLoader:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.epoch, self._start = int(state["epoch"]), int(state["samples"])
         self._place = (self.epoch, self._start)
-
-
-def _rows(batch: Any) -> int:
-    """How many samples a collated batch holds."""
-    while isinstance(batch, (list, tuple, dict)):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(batch)

@@ -79,7 +79,7 @@ def importable() -> dict[str, str]:
 
 
 def overlay() -> Path:
-    entries = list(registry._found().values())
+    entries = list(registry.entries().values())
     links = {"unidist": Path(__file__).resolve().parent.parent, **dict(_packages(entries))}
     table = "".join(f"{entry.name} = {entry.value}\n" for entry in entries)
     key = hashlib.sha256(repr((sorted(links.items()), table, __version__)).encode()).hexdigest()[:12]

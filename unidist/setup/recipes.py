@@ -126,7 +126,17 @@ DEV = Recipe(
     stages=(
         Stage(
             "dev",
-            ("numpy", "pytest>=8", "hypothesis", "ruff", "mypy", "build", "cloudpickle>=3", "safetensors"),
+            (
+                "numpy",
+                "pytest>=8",
+                "hypothesis",
+                "ruff",
+                "mypy",
+                "build",
+                "cloudpickle>=3",
+                "safetensors",
+                "tensorboard",
+            ),
             probe="probe_dev.py",
         ),
     ),

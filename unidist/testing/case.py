@@ -39,6 +39,8 @@ class Case:
     native_sgd(model, lr)         the framework's own SGD over the model's parameters
     local_step(model, x, y, lr)   one plain SGD step of an unprepared model (for sync_batchnorm)
     data_loader(dataset, batch_size, shuffle)   the framework's own loader (for native_loader)
+    draw()                        three numbers from the generator that dropout uses, as a numpy array
+    WEAK_TENSORS                  whether Python can refer weakly to a tensor (then a kept batch is known again)
     """
 
     strategy: Strategy

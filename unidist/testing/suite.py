@@ -37,7 +37,9 @@ class Configuration:
         return "-".join([self.backend, *(f"{value}" for _, value in self.options), f"{self.world_size}"])
 
     def command(self, module: str, *arguments: str) -> list[str]:
-        options = [f"--option={k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.options]
+        options = [
+            f"--option={name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.options
+        ]
         servers = [f"--servers={self.servers}"] if self.servers else []
         launcher = [self.python, "-m", "unidist", "run", f"--backend={self.backend}", f"--nproc={self.world_size}"]
         return [*launcher, *servers, *options, "-m", module, *arguments]

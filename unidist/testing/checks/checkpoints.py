@@ -80,10 +80,11 @@ def random_numbers_resume(case: Case) -> None:
     model = case.strategy.prepare(case.mlp())
     np.random.seed(case.rank)
     case.strategy.save(case.folder / "random", model=model)
-    expected = np.random.rand(3)
+    expected, dropped = np.random.rand(3), case.zoo.draw()
     np.random.seed(99)
     case.strategy.load(case.folder / "random", model=model)
     assert (np.random.rand(3) == expected).all()
+    assert (case.zoo.draw() == dropped).all()
 
 
 @check
@@ -135,6 +136,18 @@ def position_of_another_order_is_refused(case: Case) -> None:
     ):
         with refused(CheckpointError, "another order"):
             case.strategy.load(case.folder / "position", model=model, loader=other)
+
+
+@check
+def checkpoint_of_another_optimizer_is_refused(case: Case) -> None:
+    if not promised(case):
+        return
+    model, optimizer = case.strategy.prepare(case.mlp(), Adam(0.1))
+    case.strategy.save(case.folder / "adam", model=model, optimizer=optimizer)
+    model, optimizer = case.strategy.prepare(case.mlp(seed=2), SGD(0.1))
+    with refused(CheckpointError, "Adam", "SGD"):
+        case.strategy.load(case.folder / "adam", model=model, optimizer=optimizer)
+    close(case.parameters(model), reference.weights(2), tolerance=0)
 
 
 @check

@@ -108,6 +108,17 @@ def prediction_is_in_order(case: Case) -> None:
 
 
 @check
+def evaluation_within_evaluation(case: Case) -> None:
+    model = case.strategy.prepare(case.mlp(), SGD(0.1))[0]
+    x, _ = reference.data(7)
+    serial = reference.Serial(reference.weights(), SGD(0.1))
+    with case.strategy.evaluate(model):
+        inner = case.strategy.predict(model, case.strategy.loader(x, per_device_batch=3))
+        outer = case.strategy.gather([model(a) for a in case.strategy.loader(x, per_device_batch=3)])
+    close([inner, outer], [serial.logits(x)] * 2)
+
+
+@check
 def stream_has_no_order_to_gather_in(case: Case) -> None:
     if case.strategy.capabilities.native_loader is not True:
         return

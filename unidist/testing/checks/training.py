@@ -202,6 +202,76 @@ def loss_that_is_not_one_number_is_refused(case: Case) -> None:
 
 
 @check
+def two_models_that_train_each_other(case: Case) -> None:
+    """As in a GAN: the loss of one runs through the other, whose own step must not feel it."""
+    if case.strategy.capabilities.spelled_out is not True:
+        return
+    whole = 4 * case.backend.devices * case.size
+    first, first_optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+    second, second_optimizer = case.strategy.prepare(case.mlp(seed=2), SGD(0.5))
+    for x, y in case.strategy.loader(reference.data(whole * 2), per_device_batch=4):
+        with case.strategy.forward(second):
+            loss = case.zoo.cross_entropy(first, x, y) + case.zoo.cross_entropy(second, x, y)
+        case.strategy.backward(loss)
+        case.strategy.step(second_optimizer)
+        with case.strategy.forward(first):
+            loss = case.zoo.cross_entropy(first, x, y)
+        case.strategy.backward(loss)
+        case.strategy.step(first_optimizer)
+    x, y = reference.data(whole * 2)
+    for seed, model in ((1, first), (2, second)):
+        serial = reference.Serial(reference.weights(seed), SGD(0.5))
+        for begin in (0, whole):
+            serial.step(x[begin : begin + whole], y[begin : begin + whole])
+        case.close_to_serial(model, serial)
+
+
+@check
+def weights_belong_to_the_batch(case: Case) -> None:
+    """Also when the pass is over before its batches are used, or when another pass was made meanwhile."""
+    samples = 4 * case.backend.devices * case.size * 2 + 1
+    expected = case.train_serially(SGD(0.5), samples, epochs=1)[0]
+
+    def trained(batches: Any) -> Any:
+        model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
+        step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+        for x, y in batches:
+            for _ in case.strategy.loader(np.arange(case.size), per_device_batch=1):
+                pass
+            step(x, y)
+        return model
+
+    def loader() -> Any:
+        return case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3)
+
+    case.close_to_serial(trained(loader()), expected)
+    if case.zoo.WEAK_TENSORS:
+        case.close_to_serial(trained(list(loader())), expected)
+
+
+@check
+def unfinished_group_can_be_flushed(case: Case) -> None:
+    """After `break`: an update of what was accumulated, each sample weighing the same."""
+    declared = case.strategy.capabilities
+    if declared.accumulate is not True or declared.local_sgd is not True or declared.lockstep is not True:
+        return
+    whole = 4 * case.backend.devices * case.size
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), accumulate=3)
+    step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    for number, (x, y) in enumerate(case.strategy.loader(reference.data(whole * 6), per_device_batch=4), 1):
+        step(x, y)
+        if number == 5:
+            break
+    assert case.strategy.flush(model, optimizer) is True
+    assert case.strategy.flush(model, optimizer) is False
+    x, y = reference.data(whole * 6)
+    serial = reference.Serial(reference.weights(), SGD(0.5))
+    serial.step(x[: 3 * whole], y[: 3 * whole])
+    serial.step(x[3 * whole : 5 * whole], y[3 * whole : 5 * whole])
+    case.close_to_serial(model, serial)
+
+
+@check
 def all_ranks_stay_equal(case: Case) -> None:
     """To the last bit, after training."""
     model, _ = case.train(Adam(0.01), samples=43, epochs=3)

@@ -1,0 +1,133 @@
+"""The OneFlow backend's declaration. Nothing here imports oneflow: it reads its cluster when it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unidist import Capabilities, Plugin
+from unidist.errors import UsageError
+from unidist.launch.plan import Job, Process
+
+VIEWS = ("mirrored", "consistent")
+DEFAULT_CTRL_PORT = 9988
+
+
+@dataclass(frozen=True)
+class OneFlowOptions:
+    """The cluster in OneFlow's own words, and how tensors are seen.
+
+    machine         [{"addr": "192.168.1.12"}, {"addr": "192.168.1.11"}], or "192.168.1.12,192.168.1.11"; the first one
+                    is the master. Every node runs the same script and finds itself in the list by its addresses
+    ctrl_port       a port that is free on the master
+    gpu_device_num  processes on each node, one for each GPU; with device="cpu" on the CPU
+    node_rank       this node's place in the list, where its own addresses do not tell
+    view            "mirrored": local tensors, as in other frameworks; "consistent": the model is made of global tensors
+    graph           consistent view: compile the step to an nn.Graph
+    verbose         show what OneFlow prints when it starts
+    """
+
+    machine: Any = None
+    ctrl_port: int | None = None
+    gpu_device_num: int | None = None
+    node_rank: int | None = None
+    view: str = "mirrored"
+    graph: bool = True
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if self.machine is not None:
+            object.__setattr__(self, "machine", _addresses(self.machine))
+        if self.view not in VIEWS:
+            raise UsageError(f"view is {self.view!r}, it must be one of {', '.join(VIEWS)}")
+        for name, low, high in (("ctrl_port", 1, 65535), ("gpu_device_num", 1, 1024)):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
+            ):
+                raise UsageError(f"{name} is {value!r}, it must be a whole number from {low} to {high}")
+        nodes = len(self.machine or ("here",))
+        if self.node_rank is not None and (type(self.node_rank) is not int or not 0 <= self.node_rank < nodes):
+            raise UsageError(f"node_rank is {self.node_rank!r}, the list of machines has nodes 0 to {nodes - 1}")
+        for name in ("graph", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}, it must be true or false")
+
+    @property
+    def describes_cluster(self) -> bool:
+        return self.machine is not None or self.gpu_device_num is not None
+
+
+def _addresses(machine: Any) -> tuple[str, ...]:
+    """The addresses, in order, from OneFlow's list of dicts, a list of strings or one string with commas."""
+    example = 'machine=[{"addr": "192.168.1.12"}, {"addr": "192.168.1.11"}]'
+    entries = machine.split(",") if isinstance(machine, str) else machine
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise UsageError(f"machine is {machine!r}, it must be a list of nodes: {example}")
+    addresses = []
+    for entry in entries:
+        if isinstance(entry, dict) and set(entry) != {"addr"}:
+            raise UsageError(f'machine holds {entry!r}, a node has one key, "addr": {example}')
+        address = entry["addr"] if isinstance(entry, dict) else entry
+        if not isinstance(address, str) or not address.strip():
+            raise UsageError(f"machine holds {entry!r}, which is no address: {example}")
+        addresses.append(address.strip())
+    return tuple(addresses)
+
+
+def plan(job: Job) -> Sequence[Process]:
+    """This node's processes. With a machine list their ranks go on where the nodes before this one end."""
+    from unidist.errors import LaunchError
+    from unidist.registry import build_options
+
+    if job.servers:
+        raise LaunchError("backend 'oneflow' has no servers: leave --servers out")
+    options = build_options(plugin, job.options)
+    if options.machine is None:
+        return [Process("worker", rank, job.command, host=job.host) for rank in range(job.nproc)]
+    from unidist_oneflow.machines import world_of
+
+    if options.gpu_device_num not in (None, job.nproc):
+        raise LaunchError(
+            f"--nproc is {job.nproc} and gpu_device_num is {options.gpu_device_num}: both are the number of processes "
+            "on each node, so give one"
+        )
+    processes = []
+    for local_rank in range(job.nproc):
+        world = world_of(options, local_rank, job.nproc)
+        place = {
+            "RANK": world.rank,
+            "WORLD_SIZE": world.world_size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": job.nproc,
+            "NODE_RANK": world.node_rank,
+            "NUM_NODES": world.num_nodes,
+            "MASTER_ADDR": world.master_addr,
+            "MASTER_PORT": world.master_port,
+        }
+        env = {f"UNIDIST_{name}": str(value) for name, value in place.items()}
+        env |= {name: str(value) for name, value in place.items() if name not in ("NODE_RANK", "NUM_NODES")}
+        if world.num_nodes > 1:
+            env["UNIDIST_CONTROL"] = ""  # each node has a launcher of its own, so rank 0 brings up the control plane
+        host = options.machine[world.node_rank]
+        processes.append(Process("worker", local_rank, job.command, env=env, host=host))
+    return processes
+
+
+plugin = Plugin(
+    name="oneflow",
+    backend="unidist_oneflow.backend:OneFlowBackend",
+    options=OneFlowOptions,
+    requires=("oneflow",),
+    capabilities=Capabilities(
+        native_loader="OneFlow's data loaders are not taken over: pass arrays or .npy paths to strategy.loader",
+        sync_batchnorm="OneFlow 0.9 normalises each rank's batch by itself: take nn.GroupNorm or nn.LayerNorm, or "
+        "larger batches",
+        mixed_precision="OneFlow 0.9 has it only with an optimizer inside an nn.Graph: train in float32",
+        compression="OneFlow's all-reduce takes gradients as they are: leave it out, or exchange less with sync_every=",
+        gpu="written for CUDA, not run by the tests: they have no GPU",
+    ),
+    plan=plan,
+    bench="unidist_oneflow.bench",
+)

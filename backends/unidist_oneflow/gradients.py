@@ -1,0 +1,71 @@
+"""The gradients of a model in one flat buffer for each dtype, so that a step communicates once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import oneflow as flow
+
+from unidist.errors import StateError, UnsupportedOperation
+
+Tensor = Any
+
+
+class FlatGradients:
+    """Each parameter's `.grad` is a view of a buffer: backward adds into it, without communication.
+
+    OneFlow's own DDP communicates at every backward, so it could not skip that while accumulating.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], device: str) -> None:
+        self.buffers: list[Tensor] = []
+        self.layout: list[list[Tensor]] = []  # the parameters of each buffer, in its order
+        for name, parameter in named.items():
+            if parameter.dtype not in (flow.float32, flow.float64):
+                raise UnsupportedOperation(
+                    f"parameter {name} is {parameter.dtype}, which OneFlow cannot all-reduce (it aborts the process): "
+                    "train in float32 or float64"
+                )
+        for dtype in (flow.float32, flow.float64):
+            chosen = [each for each in named.values() if each.dtype == dtype]
+            if not chosen:
+                continue
+            sizes = [math.prod(each.shape) for each in chosen]
+            buffer = flow.zeros(sum(sizes), dtype=dtype, device=device)
+            begin = 0
+            for parameter, size in zip(chosen, sizes, strict=True):
+                parameter.grad = flow._C.slice_view_1d_contiguous(buffer, begin, begin + size).view(parameter.shape)
+                begin += size
+            self.buffers.append(buffer)
+            self.layout.append(chosen)
+        self._first, self._first_view = self.layout[0][0], self.layout[0][0].grad
+
+    def add(self, flat: Sequence[Tensor]) -> None:
+        """Gradients that were computed elsewhere, one tensor for each buffer."""
+        for buffer, part in zip(self.buffers, flat, strict=True):
+            buffer.add_(part)
+
+    def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
+        """Sum over the ranks, then scale, then clip by the norm of all of them together."""
+        if self._first.grad is not self._first_view:
+            raise StateError(
+                "the gradients were replaced, by zero_grad(set_to_none=True) or an assignment to .grad: unidist clears "
+                "them after each update, leave that to it"
+            )
+        for buffer in self.buffers:
+            if exchange:
+                flow._C.local_all_reduce(buffer, inplace=True)
+            if rescale != 1.0:
+                buffer.mul_(rescale)
+        if clip_norm is not None:
+            squares = [(buffer * buffer).sum().to(flow.float64) for buffer in self.buffers]
+            norm = sum(squares[1:], squares[0]).sqrt()
+            factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for buffer in self.buffers:
+                buffer.mul_(factor.to(buffer.dtype))
+
+    def clear(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()

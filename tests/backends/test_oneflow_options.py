@@ -1,0 +1,128 @@
+"""The cluster in OneFlow's words: what is understood, what is refused, and which node a host takes itself for."""
+
+import pytest
+
+from unidist import registry
+from unidist.errors import UnknownOption, UsageError, WorldError
+from unidist.launch.plan import Job, plan
+from unidist.world import World
+from unidist_oneflow import OneFlowOptions, machines, preflight
+from unidist_oneflow.devices import pick_device
+
+TWO = [{"addr": "10.0.0.1"}, {"addr": "10.0.0.2"}]
+
+
+@pytest.fixture
+def addresses(monkeypatch):
+    """Makes this host have these addresses."""
+
+    def have(*own):
+        monkeypatch.setattr(machines, "is_own", lambda address: address in own)
+        monkeypatch.setattr(machines, "own_addresses", lambda: list(own))
+
+    return have
+
+
+@pytest.mark.parametrize("machine", [TWO, ["10.0.0.1", "10.0.0.2"], "10.0.0.1,10.0.0.2", "10.0.0.1, 10.0.0.2"])
+def test_spellings_of_a_machine_list(machine):
+    assert OneFlowOptions(machine=machine) == OneFlowOptions(machine=TWO)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"machine": []}, "list of nodes"),
+        ({"machine": [{"address": "10.0.0.1"}]}, '"addr"'),
+        ({"machine": [7]}, "no address"),
+        ({"ctrl_port": 0}, "1 to 65535"),
+        ({"ctrl_port": "9988"}, "whole number"),
+        ({"gpu_device_num": 0}, "gpu_device_num"),
+        ({"machine": TWO, "node_rank": 2}, "nodes 0 to 1"),
+        ({"view": "mirored"}, "mirrored, consistent"),
+        ({"graph": "yes"}, "true or false"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        OneFlowOptions(**options)
+
+
+def test_a_misspelt_option_is_answered_with_the_right_one():
+    with pytest.raises(UnknownOption, match="'ctrl_port'"):
+        registry.build_options(registry.plugin("oneflow"), {"ctrl_prot": 9988})
+
+
+def test_a_host_finds_itself_by_its_address(addresses):
+    addresses("127.0.0.1", "10.0.0.2")
+    world = machines.place(World(0, 1), OneFlowOptions(machine=TWO, ctrl_port=9988))
+    assert (world.rank, world.world_size, world.node_rank, world.num_nodes) == (1, 2, 1, 2)
+    assert (world.master_addr, world.master_port) == ("10.0.0.1", 9988)
+
+
+def test_a_host_that_is_not_in_the_list(addresses):
+    addresses("127.0.0.1", "10.0.0.7")
+    with pytest.raises(WorldError, match=r"10\.0\.0\.1, 10\.0\.0\.2.*10\.0\.0\.7.*none.*node_rank.*--net=host"):
+        machines.node_rank(OneFlowOptions(machine=TWO))
+
+
+def test_a_host_that_is_in_the_list_twice(addresses):
+    addresses("10.0.0.1", "10.0.0.2")
+    with pytest.raises(WorldError, match="nodes 0, 1 match"):
+        machines.node_rank(OneFlowOptions(machine=TWO))
+    assert machines.node_rank(OneFlowOptions(machine=TWO, node_rank=1)) == 1
+
+
+def test_own_addresses_of_this_host():
+    assert machines.own_addresses()[-1] == "127.0.0.1"
+    assert machines.is_own("127.0.0.1")
+    assert not machines.is_own("192.0.2.1")  # reserved for documentation
+    with pytest.raises(WorldError, match="cannot resolve"):
+        machines.is_own("no-such-host.invalid")
+
+
+def test_what_a_launcher_said_must_agree(addresses):
+    addresses("10.0.0.1")
+    launched = World(0, 2, 0, 1, 0, 2, source="environment", reason="RANK and WORLD_SIZE are set")
+    assert machines.place(launched, OneFlowOptions(machine=TWO)) is launched
+    with pytest.raises(WorldError, match=r"started 2 processes.*describe 2 nodes x 4 = 8"):
+        machines.place(launched, OneFlowOptions(machine=TWO, gpu_device_num=4))
+
+
+def test_plan_of_one_node_among_several(addresses):
+    addresses("10.0.0.2")
+    options = {"machine": "10.0.0.1,10.0.0.2", "ctrl_port": 9988}
+    job = Job("oneflow", "python", ("python", "train.py"), nproc=2, options=options, ports=(5000,))
+    workers = plan(job, registry.plugin("oneflow"))
+    assert [worker.env["RANK"] for worker in workers] == ["2", "3"]
+    assert [worker.env["UNIDIST_LOCAL_RANK"] for worker in workers] == ["0", "1"]
+    for worker in workers:
+        assert worker.env["UNIDIST_WORLD_SIZE"] == worker.env["WORLD_SIZE"] == "4"
+        assert (worker.env["MASTER_ADDR"], worker.env["UNIDIST_MASTER_PORT"]) == ("10.0.0.1", "9988")
+        assert worker.host == "10.0.0.2"
+
+
+@pytest.mark.parametrize("fact", preflight.COMPARED)
+def test_a_difference_between_nodes_is_named(fact):
+    ours = {"host": "h0", **dict.fromkeys(preflight.COMPARED, "this")}
+    assert preflight.difference(ours, {**ours, "host": "h1"}, 1) is None
+    said = preflight.difference(ours, {**ours, "host": "h1", fact: "that"}, 1)
+    for word in (preflight.COMPARED[fact][0], "this for rank 0 on h0", "that for rank 1 on h1"):
+        assert word in said
+
+
+def test_an_interface_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "virbr9")
+    with pytest.raises(WorldError, match=r"virbr9.*lo"):
+        preflight.check_interface(World(0, 2), None, on_gpu=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    preflight.check_interface(World(0, 2), None, on_gpu=False)
+    assert preflight.interface_of("127.0.0.1") == "lo"
+
+
+def test_device():
+    world = World(1, 2, 1, 2)
+    assert pick_device(None, 0, world) == "cpu"
+    assert pick_device(None, 2, world) == "cuda:1"
+    for asked, words in (("cuda", "0 GPU"), ("cuda:4", "0 GPU"), ("tpu", "'tpu'")):
+        with pytest.raises(UsageError, match=words):
+            pick_device(asked, 0, world)

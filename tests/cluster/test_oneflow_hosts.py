@@ -1,0 +1,136 @@
+"""OneFlow over several hosts that are described by a list of machines, as its users know it: same script, no ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+
+from unidist.launch.environments import interpreter_for
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 240.0
+MACHINE = '[{"addr": "10.77.0.1"}, {"addr": "10.77.0.2"}]'
+CURVE = [2.114667, 0.858690]  # what every backend prints for two epochs from these weights
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {examples!r})
+import train
+import unidist
+
+make = unidist.Strategy
+unidist.Strategy = lambda: make("oneflow", machine={machine}, ctrl_port=9988, device="cpu", **{options})
+sys.argv = ["train.py", "--epochs", "{epochs}"]
+train.main()
+"""
+
+
+class Nodes:
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self._hosts, self._folder = hosts, folder
+        self._python, variables = interpreter_for("oneflow")
+        self._env = {**variables, "OMP_NUM_THREADS": "1"}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, name: str = "train.py", machine: str = MACHINE, epochs: int = 2, **options: object) -> Path:
+        path = self._folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(SCRIPT.format(examples=str(ROOT / "examples"), machine=machine, options=options, epochs=epochs))
+        return path
+
+    def start(self, node: int, script: Path) -> subprocess.Popen[str]:
+        return self._keep(self._hosts[node].start([self._python, str(script)], env=self._env))
+
+    def unidist_run(self, node: int, *arguments: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "unidist", "run", "--backend", "oneflow", *arguments]
+        return self._keep(self._hosts[node].start(command, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path}))
+
+    def _keep(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def nodes(hosts: Hosts, tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(hosts, tmp_path)
+    yield made
+    made.close()
+
+
+def outcome(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    said = [process.communicate(timeout=PATIENCE) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+
+
+def curve(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
+
+
+@pytest.mark.parametrize("view", ["mirrored", "consistent"])
+def test_two_hosts_train_the_example(nodes: Nodes, view: str) -> None:
+    script = nodes.script(view=view)
+    master, other = outcome(nodes.start(0, script), nodes.start(1, script))
+    assert master[0] == other[0] == 0, (master, other)
+    assert curve(master[1]) == pytest.approx(CURVE, abs=1e-4)
+    assert other[1] == ""
+    assert "node 0 (10.77.0.1) prints" in other[2]
+    assert "logs of this node are in" in other[2]
+
+
+def test_two_hosts_with_two_processes_each(nodes: Nodes) -> None:
+    """The script is started once on each host, and starts the others itself."""
+    script = nodes.script(gpu_device_num=2)
+    master, other = outcome(nodes.start(0, script), nodes.start(1, script))
+    assert master[0] == other[0] == 0, (master, other)
+    assert curve(master[1]) == pytest.approx(CURVE, abs=1e-4)
+
+
+def test_unidist_run_on_both_hosts(nodes: Nodes) -> None:
+    arguments = ["--machine", "10.77.0.1,10.77.0.2", "--ctrl-port", "9988", str(ROOT / "examples/train.py")]
+    master, other = outcome(*(nodes.unidist_run(node, *arguments, "--epochs", "2") for node in range(2)))
+    assert master[0] == other[0] == 0, (master, other)
+    assert curve(master[1]) == pytest.approx(CURVE, abs=1e-4)
+
+
+def test_a_host_that_is_not_in_the_list(nodes: Nodes) -> None:
+    [(code, _, said)] = outcome(nodes.start(2, nodes.script()))
+    assert code != 0
+    assert "machine lists 10.77.0.1, 10.77.0.2; this host (h2) has 10.77.0.3, 127.0.0.1: none of them match" in said
+
+
+def test_lists_in_another_order(nodes: Nodes) -> None:
+    swapped = '[{"addr": "10.77.0.2"}, {"addr": "10.77.0.1"}]'
+    one, other = nodes.script("a/train.py", timeout=60.0), nodes.script("b/train.py", machine=swapped, timeout=60.0)
+    for code, _, said in outcome(nodes.start(0, one), nodes.start(1, other)):
+        assert code != 0
+        assert "the list of machines differs between nodes" in said
+
+
+def test_a_host_that_dies_ends_the_others(nodes: Nodes, hosts: Hosts) -> None:
+    """Its cable is pulled in the middle of training: no goodbye, no reset."""
+    script = nodes.script(epochs=10000)
+    master, other = nodes.start(0, script), nodes.start(1, script)
+    assert master.stdout is not None
+    while "epoch 1" not in (line := master.stdout.readline()):
+        assert line, master.communicate()
+    hosts.cut(1)
+    try:
+        for code, _, said in outcome(master, other):
+            assert code == 1, said
+            assert "PeerFailed" in said
+    finally:
+        hosts.heal(1)
