@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT
 from unidist import registry
 from unidist.backend import Plugin
-from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError
+from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError, WorldError
+from unidist.world import World
 
 
 @pytest.fixture
@@ -117,3 +118,16 @@ def test_choice_of_the_backend(monkeypatch):
 def test_a_bare_clone_reads_the_table_from_pyproject():
     assert {entry.name for entry in registry._source_tree()} >= {"torch"}
     assert str(ROOT / "backends") in sys.path
+
+
+def test_roles_other_than_worker_serve_and_never_train(third_party, monkeypatch, tmp_path):
+    (tmp_path / "pantry.py").write_text(
+        "served = []\ndef serve(world, options): served.append((world.role, options))\n"
+    )
+    world = World(0, 2, role="server", reason="DMLC_ROLE is server")
+    with pytest.raises(SystemExit) as ended:
+        registry.serve(Plugin("mine", "", NoOptions, (), serve="pantry:serve"), world, "options")
+    assert ended.value.code == 0
+    assert sys.modules["pantry"].served == [("server", "options")]
+    with pytest.raises(WorldError, match="only workers"):
+        registry.serve(Plugin("mine", "", NoOptions, ()), world, None)

@@ -90,3 +90,20 @@ def test_local_sgd_goes_by_its_own_samples_and_averages_on_time(accumulate):
     averaged = [number for number, turn in enumerate(turns, 1) if turn.average]
     assert averaged == ([2, 4, 6, 7] if accumulate == 1 else [4, 7])
     assert turns[-1].weight * turns[-1].rescale == pytest.approx(1.0), "the local mean, however few samples"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_out_of_lockstep_every_rank_applies_its_own_mean(accumulate):
+    """Nine samples on two ranks in steps of four each: the tail is one sample on rank 0, and nothing on rank 1."""
+    for rank, tail in ((0, 1), (1, 0)):
+        schedule = Schedule(unidist.SGD(0.1), accumulate, lockstep=False)
+        weights, updates = [], []
+        for step in range(2):
+            batch = drawn(9, 2, rank, step)
+            turn = schedule.turn(batch)
+            weights += [turn.weight / batch.rows] * batch.real
+            if turn.closes:
+                updates.append([weight * turn.rescale for weight in weights])
+                weights = []
+        expected = [[1 / 4] * 4, [1.0] * tail] if accumulate == 1 else [[1 / (4 + tail)] * (4 + tail)]
+        assert [pytest.approx(each) for each in expected] == updates
