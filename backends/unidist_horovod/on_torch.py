@@ -111,7 +111,7 @@ class TorchOverHorovod(TorchModels):
 
     def _differentiable_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._translated("batch normalisation"):
-            return hvd.allreduce(tensor, op=hvd.Sum)
+            return _Sum.apply(tensor)
 
     def _same_optimizer_state(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that has made steps before. hvd.broadcast_optimizer_state would make one, to have all of it."""
@@ -143,6 +143,18 @@ class TorchOverHorovod(TorchModels):
         if self._sync:
             with self._translated("the sum of gradients"):
                 self._gradients[model].average()
+
+
+class _Sum(torch.autograd.Function):
+    """Horovod's own differentiable sum stumbles over gradients that are not contiguous."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce_(tensor.clone(), op=hvd.Sum, name="batch normalisation")
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.forward(context, gradient.contiguous())
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
