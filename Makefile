@@ -1,6 +1,6 @@
 # Two commands: `make demo` and `make test`. Both install what they need, once, outside of this folder.
 PYTHON ?= python3
-BACKENDS := torch mxnet oneflow
+BACKENDS := torch mxnet oneflow horovod
 
 .PHONY: demo test lint bench
 

@@ -179,7 +179,7 @@ class MxnetBackend(Backend):
         arguments = (parameters, self._store, self._exchange, 1 if alone else self.world.world_size)
         if optimizer is None:
             return Trained(*arguments), None
-        if self.options.server_updates and self._store.distributed:
+        if self._store.distributed and self.options.server_updates:
             held = UpdatedByServer(*arguments, asynchronous=self.options.asynchronous)
             told = describe(optimizer if native is None else native)
             returned = from_spec(optimizer) if native is None else optimizer

@@ -1,0 +1,72 @@
+"""The Horovod backend's declaration. Nothing here imports Horovod: the launcher reads this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unidist import Capabilities, Plugin
+from unidist.errors import UsageError
+
+FRAMEWORKS = ("torch", "mxnet")
+
+
+@dataclass(frozen=True)
+class HorovodOptions:
+    """
+    framework             what models are written in; not given, what this Horovod was built for, torch if both
+    fusion_threshold_mb   gradients are joined up to this size before they travel; 0 sends each by itself
+    cycle_time_ms         how long Horovod waits for more of them
+    timeline              a file for Horovod's timeline, to be opened in chrome://tracing
+    stall_warning         seconds after which Horovod names the tensors and ranks that others wait for; 0 never does
+    stall_shutdown        seconds after which it ends the job instead; 0 never does
+
+    What is not given is as Horovod has it, or as its own variables (HOROVOD_FUSION_THRESHOLD, …) say.
+    """
+
+    framework: str | None = None
+    fusion_threshold_mb: float | None = None
+    cycle_time_ms: float | None = None
+    timeline: str | None = None
+    stall_warning: float | None = None
+    stall_shutdown: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.framework not in (None, *FRAMEWORKS):
+            raise UsageError(f"framework is {self.framework!r}, it must be one of {', '.join(FRAMEWORKS)}")
+        if self.timeline is not None and (not isinstance(self.timeline, str) or not self.timeline):
+            raise UsageError(f"timeline is {self.timeline!r}, it must be the path of a file")
+        for name in ("fusion_threshold_mb", "cycle_time_ms", "stall_warning", "stall_shutdown"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise UsageError(f"{name} is {value!r}, it must be a number from 0")
+        if self.cycle_time_ms == 0:
+            raise UsageError("cycle_time_ms is 0, at which Horovod would never rest: take 0.1 or more")
+
+    def variables(self) -> dict[str, str]:
+        """The same as Horovod's own environment variables."""
+        said: dict[str, str] = {}
+        if self.fusion_threshold_mb is not None:
+            said["HOROVOD_FUSION_THRESHOLD"] = str(int(self.fusion_threshold_mb * 2**20))
+        if self.cycle_time_ms is not None:
+            said["HOROVOD_CYCLE_TIME"] = str(self.cycle_time_ms)
+        if self.timeline is not None:
+            said["HOROVOD_TIMELINE"] = self.timeline
+        if self.stall_warning is not None:
+            said["HOROVOD_STALL_CHECK_DISABLE"] = "0" if self.stall_warning else "1"
+            said["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, round(self.stall_warning)))
+        if self.stall_shutdown is not None:
+            said["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(round(self.stall_shutdown))
+        return said
+
+
+plugin = Plugin(
+    name="horovod",
+    backend="unidist_horovod.backend:connect",
+    options=HorovodOptions,
+    requires=("horovod",),
+    capabilities=Capabilities(gpu="written for Horovod with NCCL, not run by the tests: they have no GPU"),
+    implied_by="HOROVOD_RANK",
+    bench="unidist_horovod.bench",
+)

@@ -1,0 +1,172 @@
+"""torch models over Horovod behind the contract of `unidist.backend`.
+
+Gradients are averaged by one grouped all-reduce when they are complete, not by DistributedOptimizer: it wants to know
+beforehand how many backward passes make a step, and the last group of an epoch may be shorter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import horovod.torch as hvd
+import torch
+from horovod.torch.mpi_ops import HorovodInternalError  # fails without the native library; the import above does not
+
+from unidist import Features, World
+from unidist.backend import Reduction
+from unidist.errors import RanksDisagree, UsageError
+from unidist_horovod import HorovodOptions, plugin
+from unidist_horovod.gradients import Gradients, gradients_of
+from unidist_horovod.meeting import Meeting, translated
+from unidist_torch.models import TorchModels
+
+REDUCE = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+# Horovod reduces int32, int64, float16, float32 and float64; the others travel as one that holds their values.
+CARRIER = {
+    torch.bool: torch.int64,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bfloat16: torch.float32,
+}
+
+
+class TorchOverHorovod(TorchModels):
+    capabilities = plugin.capabilities
+
+    def __init__(self, world: World, options: HorovodOptions, device: str | None, timeout: float) -> None:
+        super().__init__(world, options, device)
+        if self._device.type == "cuda" and not (hvd.nccl_built() or hvd.cuda_built()):
+            raise UsageError(
+                f"device {self.device!r} was asked for, but this Horovod was built without GPU operations: build it "
+                "with HOROVOD_GPU_OPERATIONS=NCCL, or say device='cpu'"
+            )
+        self._meeting = Meeting(hvd, hvd.barrier, world, options, timeout)
+        self.world = self._meeting.world
+        self.transport, self.version = self._meeting.transport, f"on torch {torch.__version__}"
+        self._translated = partial(translated, rank=self.world.rank, internal_error=HorovodInternalError)
+        self._gradients: weakref.WeakKeyDictionary[Any, Gradients] = weakref.WeakKeyDictionary()
+        self._models = 0
+        self._sync = True  # of the step under way
+
+    def close(self, failed: bool) -> None:
+        self._meeting.leave(failed)
+
+    # -- collectives. Their names are the same each time: Horovod remembers the agreement on a name
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+        result = self._own_copy(tensor).to(CARRIER.get(tensor.dtype, tensor.dtype))
+        if result.numel():
+            with self._translated(f"all_reduce {op}"):
+                result = hvd.allreduce_(result, op=REDUCE[op], name=f"all_reduce {op}")
+        return result if tensor.dtype == torch.bool and op == "sum" else result.to(tensor.dtype)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        mine = self._own_copy(tensor)
+        if not mine.numel():
+            return [mine.clone() for _ in range(self.world.world_size)]
+        with self._translated("all_gather"):
+            rows = hvd.allgather(_as_bytes(mine).unsqueeze(0), name="all_gather")
+        return [row.clone().view(mine.dtype).view(mine.shape) for row in rows]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        result = self._own_copy(tensor)
+        if result.numel():
+            with self._translated("broadcast"):
+                hvd.broadcast_(_as_bytes(result), source, name=f"broadcast from {source}")
+        return result
+
+    def barrier(self) -> None:
+        with self._translated("barrier"):
+            hvd.barrier()
+
+    # -- models
+
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
+        model, optimizer = self.ready(model, optimizer, features, self._differentiable_sum)
+        with self._translated("prepare"):
+            self._same_start(model)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._same_optimizer_state(model, optimizer)
+        if optimizer is not None:
+            self._models += 1  # every rank prepares in the same order
+            self._gradients[model] = gradients_of(model, f"gradients of model {self._models}", features.compression)
+        self.set_precision(model, features)
+        return model, optimizer
+
+    def _same_start(self, model: Any) -> None:
+        """Everything is under way before the first is waited for. hvd.broadcast_parameters knows fewer dtypes."""
+        moving = []
+        for name, tensor in self.state(model).items():
+            if tensor.numel():
+                whole = tensor.contiguous()
+                moving.append((tensor, whole, hvd.broadcast_async_(_as_bytes(whole), 0, name=f"start of {name}")))
+        for tensor, whole, handle in moving:
+            hvd.synchronize(handle)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+    def _differentiable_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._translated("batch normalisation"):
+            return _Sum.apply(tensor)
+
+    def _same_optimizer_state(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that has made steps before. hvd.broadcast_optimizer_state would make one, to have all of it."""
+        tensors, _ = self.optimizer_state(model, optimizer)
+        counts = [int(each) for each in self.all_gather(torch.tensor(len(tensors)))]
+        if len(set(counts)) > 1:
+            raise RanksDisagree(
+                f"the optimizer's state has {', '.join(map(str, counts))} tensors on ranks 0 to {len(counts) - 1}: "
+                "give every rank an optimizer that made the same steps, or a new one"
+            )
+        for tensor in tensors.values():
+            tensor.copy_(self.broadcast(tensor, 0))
+
+    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
+        for number, alike in enumerate(self.averaged(model, what)):
+            with self._translated(f"average {what}"):
+                _mean(alike, f"average {what} {number}")
+
+    # -- a training step
+
+    def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
+        self._sync = sync
+        if model in self._precision:
+            return torch.autocast(self._device.type, self._precision[model])
+        return nullcontext()
+
+    def backward(self, model: Any, loss: torch.Tensor, weight: float) -> None:
+        super().backward(model, loss, weight)
+        if self._sync:
+            with self._translated("the sum of gradients"):
+                self._gradients[model].average()
+
+
+class _Sum(torch.autograd.Function):
+    """Horovod's own differentiable sum stumbles over gradients that are not contiguous."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce_(tensor.clone(), op=hvd.Sum, name="batch normalisation")
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.forward(context, gradient.contiguous())
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory. What is only moved needs no arithmetic, so every dtype passes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _mean(tensors: list[torch.Tensor], name: str) -> None:
+    """In place, over all ranks; one dtype."""
+    with torch.no_grad():
+        whole = [tensor.contiguous() for tensor in tensors]
+        hvd.grouped_allreduce_(whole, op=hvd.Average, name=name)
+        for tensor, mean in zip(tensors, whole, strict=True):
+            if mean is not tensor:
+                tensor.copy_(mean)

@@ -1,0 +1,222 @@
+"""Horovod keeps every promise at world sizes 1, 2 and 3, for torch and for MXNet models; below, what only it has."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from unidist import registry
+from unidist.errors import BackendUnavailable, CommunicationError, RanksMissing, UsageError
+from unidist.launch.environments import interpreter_for
+from unidist.testing import Configuration, conformance, run
+from unidist_horovod.backend import built_for, choose
+from unidist_horovod.rendezvous import Rendezvous, tell_everyone, wait_until_served
+
+test_promises_on_torch = conformance("horovod", zoo="unidist_torch.zoo", world_sizes=(1, 2, 3), framework="torch")
+test_promises_on_mxnet = conformance("horovod", zoo="unidist_mxnet.zoo", world_sizes=(2,), framework="mxnet")
+test_promises_on_mxnet_of_1_and_3 = conformance(
+    "horovod", zoo="unidist_mxnet.zoo", world_sizes=(1, 3), one_launch=True, framework="mxnet"
+)
+
+GLUON = (
+    "deferred_initialisation",
+    "deferred_initialisation_spelled_out",
+    "native_optimizers",
+    "trainer_is_ours_after_prepare",
+    "rate_set_by_hand",
+    "gradient_of_a_parameter_that_was_not_used",
+    "values_loaded_into_a_prepared_model",
+    "large_collectives",
+)
+
+
+@pytest.mark.parametrize("name", GLUON)
+def test_what_only_gluon_has(name):
+    path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    options = (("framework", "mxnet"),)
+    configuration = Configuration("horovod", "mxnet_checks", 2, options, environment=(("PYTHONPATH", path),))
+    error = run(configuration, GLUON).get(name)
+    assert error is None, error
+
+
+# -- started in every way ------------------------------------------------------------------------------------------
+
+OF_TORCH = [2.055693, 0.750226, 0.379219, 0.221348, 0.167571]  # what examples/train.py prints on torch DDP, 5 epochs
+TRAIN = [str(ROOT / "examples" / "train.py"), "--epochs=5"]
+
+
+def environment() -> tuple[str, dict[str, str]]:
+    python, variables = interpreter_for("horovod")
+    path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+    return python, {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PATH": path}
+
+
+def finish(*processes: subprocess.Popen) -> str:
+    """What they printed, after a good end."""
+    output = ""
+    for process in processes:
+        try:
+            output += process.communicate(timeout=300)[0]
+        except subprocess.TimeoutExpired:
+            for each in processes:
+                each.kill()
+            pytest.fail(f"still running: {process.communicate()[0]}")
+    assert not any(process.returncode for process in processes), output
+    return output
+
+
+def start(command: list[str], env: dict[str, str]) -> subprocess.Popen:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=env, text=True, **pipes)
+
+
+def curve(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
+
+
+@pytest.mark.parametrize(("framework", "tolerance"), [("torch", 1e-5), ("mxnet", 1e-4)])
+def test_the_example_learns_what_torch_learns(framework, tolerance):
+    options = ["--backend=horovod", "--nproc=2", f"--option=framework={framework}"]
+    _, env = environment()
+    output = finish(start([sys.executable, "-m", "unidist", "run", *options, *TRAIN], {**env, "PYTHONPATH": str(ROOT)}))
+    assert curve(output) == pytest.approx(OF_TORCH, abs=tolerance)
+
+
+def test_horovodrun():
+    python, env = environment()
+    output = finish(start([python, "-m", "horovod.runner.launch", "--gloo", "-np", "2", python, *TRAIN], env))
+    assert curve(output) == pytest.approx(OF_TORCH, abs=1e-5)
+    assert "from horovod (HOROVOD_RANK is set)" in output
+
+
+def test_variables_set_by_hand():
+    """Nobody serves the meeting place: rank 0 does."""
+    python, env = environment()
+    common = {"SIZE": 2, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1, "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    common["GLOO_RENDEZVOUS_PORT"] = free_port()
+    ranks = []
+    for rank in (1, 0):  # the other one is there first
+        own = {f"HOROVOD_{name}": str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        ranks.append(start([python, *TRAIN], {**env, **own}))
+    assert curve(finish(*ranks)) == pytest.approx(OF_TORCH, abs=1e-5)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_timeline_and_fusion(tmp_path):
+    """The timeline names the gradients of the model, and tells that they were joined."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np, torch, unidist\n"
+        "with unidist.Strategy() as strategy:\n"
+        "    model, optimizer = strategy.prepare(torch.nn.Linear(4, 2), unidist.SGD(0.1))\n"
+        "    step = strategy.train_step(model, optimizer, lambda m, x: m(x).mean())\n"
+        "    [step(x) for x in strategy.loader(np.ones((16, 4), np.float32), per_device_batch=4)]\n"
+    )
+    options = {
+        "framework": "torch",
+        "timeline": tmp_path / "timeline.json",
+        "fusion_threshold_mb": 8,
+        "cycle_time_ms": 2,
+    }
+    said = [f"--option={name}={value}" for name, value in options.items()]
+    _, env = environment()
+    command = [sys.executable, "-m", "unidist", "run", "--backend=horovod", "--nproc=2", *said, str(script)]
+    finish(start(command, {**env, "PYTHONPATH": str(ROOT)}))
+    text = (tmp_path / "timeline.json").read_text()
+    names = {event["args"]["name"] for event in json.loads(text) if "name" in event.get("args", {})}
+    assert any("gradients of model 1" in name for name in names), names
+    assert "MEMCPY_IN_FUSION_BUFFER" in text
+
+
+# -- options and builds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"framework": "tensorflow"}, "torch, mxnet"),
+        ({"fusion_threshold_mb": -1}, "number from 0"),
+        ({"cycle_time_ms": 0}, "never rest"),
+        ({"cycle_time_ms": "fast"}, "'fast'"),
+        ({"timeline": ""}, "path of a file"),
+        ({"timline": "x"}, "Did you mean 'timeline'"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(UsageError, match=words):
+        registry.build_options(registry.plugin("horovod"), options)
+
+
+def test_options_are_told_in_horovods_words():
+    options = registry.build_options(
+        registry.plugin("horovod"), {"fusion_threshold_mb": 0.5, "cycle_time_ms": 3.5, "stall_warning": 0}
+    )
+    assert options.variables() == {
+        "HOROVOD_FUSION_THRESHOLD": "524288",
+        "HOROVOD_CYCLE_TIME": "3.5",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+    }
+    assert registry.build_options(registry.plugin("horovod"), {}).variables() == {}
+
+
+def test_framework_of_a_build():
+    assert choose(None, ["torch", "mxnet"]) == "torch"
+    assert choose(None, ["mxnet"]) == "mxnet"
+    assert choose("mxnet", ["torch", "mxnet"]) == "mxnet"
+    with pytest.raises(BackendUnavailable, match=r"built for mxnet, not for torch.*unidist setup horovod"):
+        choose("torch", ["mxnet"])
+    with pytest.raises(BackendUnavailable, match=r"no native library.*unidist setup horovod"):
+        choose(None, [])
+
+
+def test_native_libraries_tell_what_a_build_is_for(tmp_path, monkeypatch):
+    """The Python files alone, as an install without a compiler leaves them, are no Horovod."""
+    for framework in ("torch", "mxnet"):
+        (tmp_path / "horovod" / framework).mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert built_for() == []
+    (tmp_path / "horovod" / "mxnet" / "mpi_lib.cpython-311-x86_64-linux-gnu.so").touch()
+    assert built_for() == ["mxnet"]
+
+
+# -- the meeting place ---------------------------------------------------------------------------------------------
+
+
+def test_everyone_hears_everyone():
+    heard = {}
+    with Rendezvous("127.0.0.1", 0) as server:
+        port = server.server_address[1]
+
+        def rank(number: int) -> None:
+            heard[number] = tell_everyone("127.0.0.1", port, number, 3, f"host {number}", 30.0)
+
+        ranks = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+    assert heard == {number: ["host 0", "host 1", "host 2"] for number in range(3)}
+
+
+def test_who_did_not_come_is_named():
+    with Rendezvous("127.0.0.1", 0) as server, pytest.raises(RanksMissing, match="rank 0, 2 of 3"):
+        tell_everyone("127.0.0.1", server.server_address[1], 1, 3, "here", 0.2)
+
+
+def test_nobody_there_is_said():
+    with pytest.raises(CommunicationError, match="nobody answers"):
+        wait_until_served("127.0.0.1", free_port(), 0.2)
