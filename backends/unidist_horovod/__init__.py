@@ -20,6 +20,8 @@ class HorovodOptions:
     stall_warning         seconds after which Horovod names the tensors and ranks that others wait for; 0 never does
     stall_shutdown        seconds after which it ends the job instead; 0 never does
 
+    Horovod 0.28.1 as released never finds a stall over gloo, only over MPI: there `unidist run --timeout` does it.
+
     What is not given is as Horovod has it, or as its own variables (HOROVOD_FUSION_THRESHOLD, …) say.
     """
 

@@ -67,7 +67,7 @@ class HorovodStore:
 
     def __init__(self, rank: int, size: int) -> None:
         self.kv = self if size > 1 else None
-        self.rank, self._next_key = rank, 0
+        self.rank, self.workers, self._next_key = rank, size, 0
 
     def keys(self, count: int) -> list[int]:
         """New ones; every rank asks in the same order."""

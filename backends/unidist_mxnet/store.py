@@ -35,6 +35,7 @@ class Store:
         if self.name == "auto":
             self.name = "dist_sync" if "DMLC_ROLE" in os.environ else "local"
         self.distributed = self.name.startswith("dist")
+        self.workers = world.world_size if self.distributed else 1
         self.rank, self._next_key = 0, 0
         self._compressed = options.compression != "none"
         self._lookout: Lookout | None = None

@@ -106,7 +106,7 @@ class Trained:
             if not self.sync and len(arrays) > 1:
                 self._sum_over_devices()
             self.sync = True
-        if self._store.kv is None or not self._store.distributed:
+        if self._store.workers == 1:
             return
         for n, (key, first) in enumerate(zip(self.keys, arrays[0], strict=True)):
             mean = first.copy()
