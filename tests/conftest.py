@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from project import ROOT
+
 sys.path[:0] = [str(ROOT), str(ROOT / "backends")]  # the checkout under test, whatever is installed
 
 FOREIGN = (

@@ -10,7 +10,7 @@ import pytest
 
 import on_ranks
 import unidist
-from conftest import ROOT
+from project import ROOT
 from unidist.launch.environments import interpreter_for
 
 TIMEOUT = 300

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import unidist
-from conftest import ROOT
+from project import ROOT
 
 FRAMEWORKS = {"torch", "mxnet", "oneflow", "horovod"}
 BACKENDS = {path.name for path in (ROOT / "backends").iterdir() if path.name.startswith("unidist_")}

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from conftest import ROOT
+from project import ROOT
 
 
 def call(*command, cwd=None, **env):

@@ -2,7 +2,7 @@
 
 import re
 
-from conftest import ROOT
+from project import ROOT
 from unidist import registry
 from unidist.cli.backends import markdown
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from conftest import ROOT
+from project import ROOT
 from unidist import registry
 from unidist.backend import Plugin
 from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError, WorldError
