@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from project import ROOT
 from unidist import registry
 from unidist.errors import BackendUnavailable, CommunicationError, RanksMissing, UsageError
 from unidist.launch.environments import interpreter_for
