@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import logging
 import os
 import sys
 import time
@@ -21,6 +20,8 @@ from unidist.watch import Watch
 from unidist.world import World, detect
 
 if TYPE_CHECKING:
+    import logging
+
     import numpy as np
 
     from unidist.backend import Plugin
@@ -143,6 +144,8 @@ class Strategy:
             return
         self._closed = self._trainer.closed = True
         for handler in self._log_handlers:
+            import logging
+
             logging.getLogger().removeHandler(handler)
             handler.close()
         try:
@@ -201,9 +204,14 @@ class Strategy:
 
         return Metrics(folder, formats, resume=resume, active=self.is_main)
 
-    def log_to(self, folder: str | os.PathLike[str], level: int = logging.INFO) -> None:
-        """Send what this process logs by `logging` to `folder/DATE-TIME/rank-N.log`, one folder for all ranks."""
+    def log_to(self, folder: str | os.PathLike[str], level: int = 20) -> None:
+        """Send what this process logs by `logging` to `folder/DATE-TIME/rank-N.log`, one folder for all ranks.
+
+        `level` is the lowest that is written; 20 is logging.INFO.
+        """
         self._require_open()
+        import logging
+
         from unidist.output import rank_log, stamp
 
         handler = rank_log(folder, self.rank, stamp(self._collectives.broadcast(time.time(), 0)))

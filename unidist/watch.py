@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -105,6 +104,8 @@ class Watch:
 
 def own_interface(world: World) -> str:
     """The address of this host on which the other ranks know it, and no other."""
+    import socket
+
     known = socket.gethostbyname(world.master_addr or "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((known, 9))  # sends nothing: it only asks the kernel which interface leads there

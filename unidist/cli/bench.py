@@ -21,8 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-b", "--backend", default="torch")
     add("-n", "--nproc", type=int, default=2)
     add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend")
-    add("--rounds", type=int, default=21, help="how often each contestant runs (default: 21)")
-    add("--steps", type=int, default=100, help="steps in each run (default: 100)")
+    add("--rounds", type=int, default=41, help="how often each contestant runs (default: 41)")
+    add("--steps", type=int, default=50, help="steps in each run (default: 50)")
 
 
 def run(args: argparse.Namespace) -> int:
