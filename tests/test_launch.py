@@ -214,6 +214,35 @@ def test_whoever_reads_us_may_leave(place: Place) -> None:
     process.stderr.close()
 
 
+def test_a_job_ends_while_nobody_reads_it(place: Place) -> None:
+    script = place.script(
+        """
+        if rank == 0:
+            while True: print("x" * 1000)
+        wait_for(2)
+        time.sleep(1)  # the pipe is full by now
+        sys.exit(3)
+        """
+    )
+    process = place.start(*RUN, "-n", "2", script)
+    place.wait_for_pids(2)
+    place.all_gone()  # though not a byte was read
+    ended = place.end(process)
+    assert ended.code == 3
+    assert ended.summary[0].startswith("unidist: worker 1")
+    assert set(ended.out.splitlines()) == {"[worker 0] " + "x" * 1000}
+
+
+def test_ctrl_c_while_nobody_reads_us(place: Place) -> None:
+    process = place.start(*RUN, place.script("while True: print('x' * 1000)"))
+    place.wait_for_pids(1)
+    process.send_signal(signal.SIGINT)
+    place.all_gone()
+    process.send_signal(signal.SIGINT)  # "no, I do not want to see the rest either"
+    assert process.wait(PATIENCE) == 130
+    assert place.end(process).code == 130
+
+
 # -- failure -------------------------------------------------------------------------------------------------------
 
 STAY = "child(); child(start_new_session=True); "  # a grandchild in the process group, and one that left it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from unidist.launch.plan import Process
 
 BAR_EVERY = 2.0  # seconds between two shown states of a progress bar
 LONGEST_LINE = 1 << 16
+BACKLOG = 1 << 20  # bytes that may wait for a slow reader before the processes have to
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _RESET = b"\x1b[0m"
 
@@ -24,7 +26,10 @@ _CHAIN = re.compile(rb"(During handling of the above exception|The above excepti
 
 
 class Screen:
-    """Writes to the launcher's own standard output and error, line by line, and never half a line."""
+    """Writes whole lines to the launcher's own standard output and error, as fast as somebody reads them.
+
+    It never waits for a reader by itself (`| less`): a job that nobody looks at must still end when it fails.
+    """
 
     def __init__(self, quiet: bool = False, colour: bool | None = None, out: int = 1, err: int = 2) -> None:
         self.quiet = quiet  # only worker 0
@@ -34,25 +39,57 @@ class Screen:
             for name, fd in self._fds.items()
         }
         self._errors: dict[bytes, str] = {}  # the text of each error shown -> who showed it first
+        self._waiting: deque[tuple[int, bytes]] = deque()  # one queue for both, to keep their order
+        self._size = 0
 
     def line(self, stream: str, prefix: str, colour: int, text: bytes) -> None:
         head = f"[{prefix}] ".encode()
         if self._colour[stream]:
             head = b"\x1b[%dm%s%s" % (_COLOURS[colour % len(_COLOURS)], head, _RESET)
-        _write(self._fds[stream], head + text + b"\n")
+        self._put(self._fds[stream], head + text + b"\n")
 
     def say(self, text: str) -> None:
-        """A line of unidist's own, on standard error."""
-        _write(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
+        """A line of unidist's own, on standard error. This one does wait until it is written."""
+        self._put(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
+        self.write(wait=True)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        return self._size > BACKLOG
+
+    def _put(self, fd: int, data: bytes) -> None:
+        self._waiting.append((fd, data))
+        self._size += len(data)
+        self.write()
+
+    def write(self, wait: bool = False) -> None:
+        """Write what waits, as far as it is taken at once."""
+        while self._waiting and (wait or _takes(self._waiting[0][0])):
+            fd, data = self._waiting.popleft()
+            # A pipe that takes anything takes so much without blocking us.
+            written = os.write(fd, data[: select.PIPE_BUF])
+            self._size -= written
+            if written < len(data):
+                self._waiting.appendleft((fd, data[written:]))
+
+    def forget(self) -> None:
+        """Nobody wants to see what still waits."""
+        self._waiting.clear()
+        self._size = 0
 
     def first_with(self, error: bytes, name: str) -> str:
         """Who showed this very error first."""
         return self._errors.setdefault(error, name)
 
 
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+def _takes(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 class Stream:

@@ -83,10 +83,10 @@ class Supervisor:
         """Until every process has ended. Call it from the main thread of a process that has no other children."""
         system.adopt_orphans()
         output = Output(self.plan, self.screen, self.log_dir, self.append, self.master)
-        self._selector = selectors.DefaultSelector()
-        with self._selector, self._wakeup():
+        self._selector, self._urgent = selectors.DefaultSelector(), selectors.DefaultSelector()
+        with self._selector, self._urgent, self._wakeup():
             if self.lifeline is not None:
-                self._selector.register(self.lifeline, selectors.EVENT_READ, None)
+                self._listen(self.lifeline)
             try:
                 self._start(output)
                 self.started()
@@ -97,8 +97,8 @@ class Supervisor:
                 # Whatever happened, also an error of our own: nothing stays behind.
                 system.kill_descendants()
                 with contextlib.suppress(BrokenPipeError):
-                    self._last_words()
-                    output.close()
+                    self._last_words(output)
+                self.screen.forget()  # what could not be shown
                 for each in self._running:
                     each.popen.wait()
         return outcome
@@ -134,7 +134,7 @@ class Supervisor:
         numbers = (signal.SIGCHLD, *system.stopping_signals())
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._selector.register(reader, selectors.EVENT_READ, None)
+        self._listen(reader)
         self._signal_fd = reader
         try:
             yield
@@ -144,6 +144,10 @@ class Supervisor:
                 signal.signal(number, handler)
             os.close(reader)
             os.close(writer)
+
+    def _listen(self, fd: int) -> None:
+        for selector in (self._selector, self._urgent):
+            selector.register(fd, selectors.EVENT_READ, None)
 
     # -- watching ----------------------------------------------------------------------------------------------
 
@@ -163,7 +167,10 @@ class Supervisor:
                 return self._hung(list(beats), self.timeout)
 
     def _events(self, wait: float) -> None:
-        for key, _ in self._selector.select(wait):
+        self.screen.write()
+        # When our reader is slow the processes have to wait for it, as they would without us; signals and ends do not.
+        events = self._urgent.select(min(wait, 0.02)) if self.screen.full else self._selector.select(wait)
+        for key, _ in events:
             if isinstance(key.data, Stream):
                 self._read(key.fd, key.data)
             elif key.fd == self._signal_fd:
@@ -270,7 +277,14 @@ class Supervisor:
         while any(key.data in ended for key, _ in self._selector.select(0)) and time.monotonic() < until:
             self._events(0)
 
-    def _last_words(self) -> None:
+    def _last_words(self, output: Output) -> None:
+        """Show what is left in the pipes, to the end, unless a signal says that nobody wants to see it."""
         until = time.monotonic() + 2.0  # only a process that escaped us could hold a pipe open
-        while time.monotonic() < until and any(isinstance(k.data, Stream) for k in self._selector.get_map().values()):
+        while not self._signals and self._unread() and (self.screen.full or time.monotonic() < until):
             self._events(0.05)
+        output.close()
+        while not self._signals and self.screen.waiting:
+            self._events(0.02)
+
+    def _unread(self) -> bool:
+        return any(isinstance(key.data, Stream) for key in self._selector.get_map().values())
