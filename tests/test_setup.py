@@ -78,12 +78,26 @@ def test_stages_grow_in_place_and_a_failing_one_does_not_take_the_others_along(l
     assert "bad: probe: failed (exit code 3)" in str(caught.value)
     assert ".log" in str(caught.value)
     assert sorted(environment.ready()) == ["one", "two"]
-    # What the failed stage installed is not trusted: the next attempt starts from scratch, with all that was ready.
+    # What the failed stage installed is not trusted: the next attempt is a new environment, with all that was ready.
     lab.probe("bad", GOOD)
-    build.ensure(recipe, ["bad"])
-    assert sorted(environment.ready()) == ["bad", "one", "two"]
-    assert not (environment.path / "kept").exists()
+    after = build.ensure(recipe, ["bad"])
+    assert sorted(after.ready()) == ["bad", "one", "two"]
+    assert not environment.path.exists()
     assert lab.runs("one") == 2
+
+
+def test_the_old_one_stays_until_the_new_one_works(lab: Lab) -> None:
+    recipe = lab.recipe(Stage("one", (), lab.probe("one")))
+    before = build.ensure(recipe, ["one"])
+    lab.probe("one", "sys.exit(1)")
+    with pytest.raises(SetupError):
+        build.ensure(recipe, ["one"], force=True)
+    assert store.find(recipe, "one") == before
+    lab.probe("one", GOOD)
+    after = build.ensure(recipe, ["one"], force=True)
+    assert after.path != before.path
+    assert store.find(recipe, "one") == after
+    assert [path.name for path in before.path.parent.glob("*/")] == [after.path.name]  # nothing half-built either
 
 
 def test_what_a_stage_stands_on_comes_with_it(lab: Lab) -> None:
@@ -98,8 +112,24 @@ def test_another_recipe_is_another_environment(lab: Lab) -> None:
     assert store.find(after, "one") is None
     assert store.find(before, "one") == environment
     build.ensure(after, ["one"])
-    assert store.find(after, "one")
-    assert store.find(before, "one") is None
+    assert store.find(after, "one") != environment
+    assert store.find(before, "one") == environment  # a job of an older unidist may be using it
+
+
+def test_what_no_recipe_knows_is_removed_when_asked(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = build.ensure(lab.recipe(Stage("one", (), lab.probe("one"))), ["one"])
+    recipe = lab.recipe(Stage("two", (), lab.probe("two")))
+    current = build.ensure(recipe, ["two"])
+    monkeypatch.setattr(store, "RECIPES", (recipe,))
+    overlay, stale = environments.overlay(), store.home() / "overlays" / "stale"
+    stale.mkdir()
+    (stale / "unidist").symlink_to(lab.path / "a checkout that is gone")
+    for path in store.outdated():
+        store.remove(path)
+    assert not old.path.exists()
+    assert not stale.exists()
+    assert overlay.exists()
+    assert store.find(recipe, "two") == current
 
 
 def test_an_environment_whose_interpreter_is_gone_is_not_ready(lab: Lab) -> None:

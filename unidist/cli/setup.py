@@ -32,7 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--dir", metavar="D", help="keep environments in D instead; set UNIDIST_HOME=D so that `unidist run` finds them"
     )
-    add("--force", action="store_true", help="build again, even if it is ready")
+    add(
+        "--force",
+        action="store_true",
+        help="build again, though it is ready; the old one stays until the new one works",
+    )
+    add("--prune", action="store_true", help="remove what older recipes have left there, and end")
     add("--print-python", action="store_true", help="print only the path of the environment's interpreter at the end")
 
 
@@ -41,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ["UNIDIST_HOME"] = os.path.abspath(args.dir)
     if args.list:
         return _list()
+    if args.prune:
+        return _prune()
     known = recipes.names()
     names = [name for name in known if name != "dev"] if args.names == ["all"] else args.names
     if not names:
@@ -85,4 +92,11 @@ def _list() -> int:
             packages = ", ".join([*stage.packages, *([stage.build.requirement] if stage.build else [])])
             where = str(environment.path) if environment else f"not set up (Python {pythons}: {packages})"
             print(f"{stage.name:<9} {where}")
+    return 0
+
+
+def _prune() -> int:
+    for path in store.outdated():
+        print(f"removing {path}")
+        store.remove(path)
     return 0

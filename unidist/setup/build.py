@@ -26,35 +26,32 @@ from unidist.setup.store import Environment
 PROBE_TIMEOUT = 180.0
 VENV = ("-m", "venv")
 FOREIGN = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER"}  # pip must look at its own place only
-GROWING = "unidist-growing"  # there while a stage is being installed
 
 
 def ensure(recipe: Recipe, stages: Sequence[str], python: str | None = None, force: bool = False) -> Environment:
     """The environment with `stages` (and what they stand on) ready in it, built now where it is not."""
     below = {name for stage in stages for name in recipe.stage(stage).after}
     wanted = [stage for stage in recipe.stages if stage.name in below or stage.name in stages]
-    if python is None and not force:
-        for environment in store.existing(recipe):
-            if not _lacking(environment, wanted):
-                return environment
+    interpreter, version = pythons.find(recipe.python, python) if python else (None, None)
+
+    def ready() -> Environment | None:
+        return next((each for each in store.existing(recipe, version) if not _lacking(each, wanted)), None)
+
+    if not force and (found := ready()):
+        return found
     progress = Progress()
-    environment, interpreter = _place(recipe, python)
-    with _lock(environment, progress):
-        lacking = wanted if force else _lacking(environment, wanted)
-        if lacking:  # else another process was faster
+    with _lock(recipe, progress):
+        if not force and (found := ready()):  # another process was faster
+            return found
+        can_grow = (each for each in store.existing(recipe, version) if not each.interrupted)
+        environment = None if force else next(can_grow, None)
+        if environment:
             steps = _Steps(progress, _log(environment))
-            _build(environment, interpreter, lacking, force, steps)
-    return environment
-
-
-def _place(recipe: Recipe, python: str | None) -> tuple[Environment, str]:
-    """One that is there and can grow, else where a new one goes; and the interpreter to build it with."""
-    if python is None:
-        for environment in store.existing(recipe):
-            if environment.ready():
-                return environment, environment.marker()["python"]
-    interpreter, version = pythons.find(recipe.python, python)
-    return store.location(recipe, version), interpreter
+            _grow(environment, environment.marker()["python"], _lacking(environment, wanted), steps)
+            return environment
+        if interpreter is None or version is None:
+            interpreter, version = pythons.find(recipe.python)
+        return _build(recipe, interpreter, version, wanted, progress)
 
 
 def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
@@ -62,20 +59,24 @@ def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
     return [stage for stage in wanted if stage.name not in ready]
 
 
-def _build(environment: Environment, interpreter: str, lacking: Sequence[Stage], force: bool, steps: _Steps) -> None:
-    recipe, path, ready = environment.recipe, environment.path, environment.ready()
-    growing = path / GROWING
-    if force or growing.exists() or not ready or set(ready) != set(environment.marker()["stages"]):
-        # From scratch. What an interrupted stage, or an older recipe, has left there pip may take for what is wanted.
-        lacking = [stage for stage in recipe.stages if stage.name in ready or stage in lacking]
-        ready = {}
-        (path / store.MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-        steps.run(f"{recipe.name}: new environment with {interpreter}", [interpreter, *VENV, str(path)])
-        growing.touch()
-        if recipe.every:
-            steps.run(f"{recipe.name}: {', '.join(recipe.every)}", _pip(environment, *recipe.every))
-    for stage in lacking:
+def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stage], progress: Progress) -> Environment:
+    """A new one beside the old, which goes when all that it had is in the new one."""
+    old = store.existing(recipe, version)
+    wanted = [each for each in recipe.stages if each in wanted or any(each.name in one.ready() for one in old)]
+    environment = store.new(recipe, version)
+    steps = _Steps(progress, _log(environment))
+    steps.run(f"{recipe.name}: new environment with {interpreter}", [interpreter, *VENV, str(environment.path)])
+    if recipe.every:
+        steps.run(f"{recipe.name}: {', '.join(recipe.every)}", _pip(environment, *recipe.every))
+    _grow(environment, interpreter, wanted, steps)
+    for each in old:
+        store.remove(each.path)
+    return environment
+
+
+def _grow(environment: Environment, interpreter: str, stages: Sequence[Stage], steps: _Steps) -> None:
+    ready, growing = environment.ready(), environment.path / store.GROWING
+    for stage in stages:
         wheels = [str(_wheel(environment, stage, stage.build, steps))] if stage.build else []
         growing.touch()
         if wheels or stage.packages:
@@ -88,7 +89,7 @@ def _build(environment: Environment, interpreter: str, lacking: Sequence[Stage],
             env=environment.variables(),
             timeout=PROBE_TIMEOUT,
         )
-        ready[stage.name] = {"key": stage.key, "versions": _versions(environment), "log": str(steps.path)}
+        ready[stage.name] = {"versions": _versions(environment), "log": str(steps.path)}
         environment.mark(interpreter, ready)
         growing.unlink()
 
@@ -96,15 +97,17 @@ def _build(environment: Environment, interpreter: str, lacking: Sequence[Stage],
 def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: _Steps) -> Path:
     """The package built from source against what is in this environment, from the cache when it was built before."""
     against = [environment.recipe.stage(name).key for name in stage.after]
-    key = hashlib.sha256(repr((build, against, environment.path.name)).encode()).hexdigest()[:12]
+    python = next((environment.path / "lib").glob("python3*")).name
+    key = hashlib.sha256(repr((build, against, python)).encode()).hexdigest()[:12]
     name = build.requirement.partition("==")[0]
     cache = store.home() / "wheels" / f"{name}-{key}"
     if found := next(cache.glob("*.whl"), None):
         return found
     cache.parent.mkdir(parents=True, exist_ok=True)
-    for left in cache.parent.glob(f"build-{key}-*"):  # by a build that was killed: we have the lock, nobody is at it
+    prefix = f"build-{environment.recipe.key}-"
+    for left in cache.parent.glob(f"{prefix}*"):  # by a build that was killed: we have the lock, nobody is at it
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"build-{key}-", dir=cache.parent) as aside:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=cache.parent) as aside:
         work = Path(aside)
         # Beside the environment, not in it: the old setuptools that the build needs is too old for others there.
         tools = str(work / "tools")
@@ -146,15 +149,16 @@ def _versions(environment: Environment) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _lock(environment: Environment, progress: Progress) -> Iterator[None]:
-    """One builder at a time for each environment. The kernel lets go of it when the builder dies."""
-    environment.path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{environment.path}.lock", "a+") as file:
+def _lock(recipe: Recipe, progress: Progress) -> Iterator[None]:
+    """One builder at a time for each recipe. The kernel lets go of it when the builder dies."""
+    directory = store.home() / "environments"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / f"{recipe.name}-{recipe.key}.lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            progress.say(f"process {file.read().strip() or '?'} is building {environment.path.name}: waiting for it")
+            progress.say(f"process {file.read().strip() or '?'} is building {recipe.name}: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -50,7 +50,8 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        return _hash(self.name, self.every)
+        """Changes with anything in it: environments of two recipes never share a place."""
+        return _hash(self.name, self.every, [(stage.name, stage.key) for stage in self.stages])
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidist.setup.recipes import Recipe
+from unidist.setup.recipes import RECIPES, Recipe
 
 MARKER = "unidist-ready.json"
+GROWING = "unidist-growing"  # there while a stage is being installed
 
 
 def home() -> Path:
@@ -42,10 +45,14 @@ class Environment:
             return {}
 
     def ready(self) -> dict[str, dict[str, Any]]:
-        """Stage -> what is known about it, for the stages that were built and proven by today's recipe."""
-        keys = {stage.name: stage.key for stage in self.recipe.stages}
-        stages = self.marker().get("stages", {})
-        return {name: facts for name, facts in stages.items() if facts["key"] == keys.get(name)}
+        """Stage -> what is known about it, for the stages that were built and proven."""
+        stages: dict[str, dict[str, Any]] = self.marker().get("stages", {})
+        return stages
+
+    @property
+    def interrupted(self) -> bool:
+        """A stage was begun and not proven. What was ready before still is, but nothing more may be built on it."""
+        return (self.path / GROWING).exists()
 
     def mark(self, python: str, stages: dict[str, dict[str, Any]]) -> None:
         """Say which stages are ready, all at once."""
@@ -62,17 +69,44 @@ class Environment:
         return {"LD_LIBRARY_PATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])}
 
 
-def location(recipe: Recipe, version: str) -> Environment:
-    return Environment(recipe, home() / "environments" / f"{recipe.name}-{recipe.key}-python{version}")
+def existing(recipe: Recipe, version: str | None = None) -> list[Environment]:
+    """Environments of this recipe with anything ready in them, for this or whichever interpreter, the newest first."""
+    found = [each for each in _all(recipe, version) if each.ready()]
+    return sorted(found, key=lambda each: (each.path / MARKER).stat().st_mtime, reverse=True)
 
 
-def existing(recipe: Recipe) -> Iterator[Environment]:
-    """Ready environments of this recipe, for whichever interpreter, the newest first."""
-    markers = (home() / "environments").glob(f"{recipe.name}-{recipe.key}-*/{MARKER}")
-    for marker in sorted(markers, key=lambda path: path.stat().st_mtime, reverse=True):
-        yield Environment(recipe, marker.parent)
+def new(recipe: Recipe, version: str) -> Environment:
+    """Where the next one goes, beside any that is there and may be in use. What was never ready makes room."""
+    taken = {each.path.name for each in existing(recipe, version)}
+    for each in _all(recipe, version):
+        if each.path.name not in taken:
+            remove(each.path)
+    base = f"{recipe.name}-{recipe.key}-python{version}"
+    names = (base if number == 1 else f"{base}-{number}" for number in range(1, len(taken) + 2))
+    return Environment(recipe, home() / "environments" / next(name for name in names if name not in taken))
+
+
+def _all(recipe: Recipe, version: str | None) -> Iterator[Environment]:
+    wanted = re.compile(rf"{recipe.name}-{recipe.key}-python{re.escape(version) if version else '[^-]+'}(-\d+)?")
+    for path in (home() / "environments").glob("*"):
+        if wanted.fullmatch(path.name):
+            yield Environment(recipe, path)
 
 
 def find(recipe: Recipe, stage: str) -> Environment | None:
     """A ready environment that has `stage`."""
     return next((each for each in existing(recipe) if stage in each.ready()), None)
+
+
+def outdated() -> list[Path]:
+    """Environments of recipes that this unidist does not have (any more), and links into checkouts that are gone."""
+    current = tuple(f"{recipe.name}-{recipe.key}" for recipe in RECIPES)
+    environments = [path for path in (home() / "environments").glob("*") if not path.name.startswith(current)]
+    overlays = (home() / "overlays").glob("*")
+    return environments + [path for path in overlays if not all(link.exists() for link in path.iterdir())]
+
+
+def remove(path: Path) -> None:
+    """An environment's marker goes first, so that it is never half there and ready."""
+    (path / MARKER).unlink(missing_ok=True) if path.is_dir() else path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
