@@ -11,7 +11,7 @@ demo:  ## train the example on two processes
 test: lint  ## everything, on every framework
 	tests/cluster/install
 	$(PYTHON) -m unidist setup $(BACKENDS)
-	"$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest
+	"$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest -n 2 --dist loadfile
 
 lint:
 	$(PYTHON) -m unidist setup dev

@@ -130,6 +130,7 @@ DEV = Recipe(
             (
                 "numpy",
                 "pytest>=8",
+                "pytest-xdist",
                 "hypothesis",
                 "ruff",
                 "mypy",
