@@ -8,6 +8,7 @@ from unidist import Capabilities, Plugin
 from unidist.errors import UsageError
 
 FRAMEWORKS = ("torch", "mxnet")
+STALL_WARNING = 60  # seconds: Horovod's own
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,10 @@ class HorovodOptions:
     cycle_time_ms         how long Horovod waits for more of them
     timeline              a file for Horovod's timeline, to be opened in chrome://tracing
     stall_warning         seconds after which Horovod names the tensors and ranks that others wait for; 0 never does
-    stall_shutdown        seconds after which it ends the job instead; 0 never does
+    stall_shutdown        seconds after which it ends the job instead, from stall_warning up; 0 never does
 
-    Horovod 0.28.1 as released never finds a stall over gloo, only over MPI: there `unidist run --timeout` does it.
+    Horovod looks for stalls once in each stall_warning seconds, so it may take twice as long. Built by others than
+    `unidist setup horovod`, 0.28.1 finds them over MPI only: over gloo it has no list of the ranks.
 
     What is not given is as Horovod has it, or as its own variables (HOROVOD_FUSION_THRESHOLD, …) say.
     """
@@ -45,6 +47,15 @@ class HorovodOptions:
                 raise UsageError(f"{name} is {value!r}, it must be a number from 0")
         if self.cycle_time_ms == 0:
             raise UsageError("cycle_time_ms is 0, at which Horovod would never rest: take 0.1 or more")
+        for name in ("stall_warning", "stall_shutdown"):
+            if (getattr(self, name) or 0) % 1:
+                raise UsageError(f"{name} is {getattr(self, name)!r}, Horovod counts whole seconds here")
+        warning = STALL_WARNING if self.stall_warning is None else self.stall_warning
+        if self.stall_shutdown and not 0 < warning <= self.stall_shutdown:
+            raise UsageError(
+                f"stall_shutdown is {self.stall_shutdown}, but stall_warning is {warning}: Horovod ends no stall that "
+                "it has not warned of, so give a stall_warning from 1 to stall_shutdown"
+            )
 
     def variables(self) -> dict[str, str]:
         """The same as Horovod's own environment variables."""
@@ -57,9 +68,9 @@ class HorovodOptions:
             said["HOROVOD_TIMELINE"] = self.timeline
         if self.stall_warning is not None:
             said["HOROVOD_STALL_CHECK_DISABLE"] = "0" if self.stall_warning else "1"
-            said["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, round(self.stall_warning)))
+            said["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, int(self.stall_warning)))
         if self.stall_shutdown is not None:
-            said["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(round(self.stall_shutdown))
+            said["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(int(self.stall_shutdown))
         return said
 
 

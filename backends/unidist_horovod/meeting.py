@@ -18,6 +18,7 @@ from unidist_horovod import HorovodOptions
 from unidist_horovod.rendezvous import Rendezvous, is_served, tell_everyone, wait_until_served
 
 LEAST_TIMEOUT = 30  # seconds: Horovod's own
+GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # a build that has MPI too would take that
 
 
 class Meeting:
@@ -37,9 +38,11 @@ class Meeting:
             self.world = world  # the MPI library knows who is there
             with _environment(variables):
                 self._init(timeout)
+        elif not hvd.gloo_built():
+            raise UsageError(f"this Horovod was built without gloo: start it with mpirun, not from {world.source}")
         elif world.world_size == 1:
             self.world = world
-            variables |= _place(World(0, 1)) | {"HOROVOD_GLOO_IFACE": "lo"}
+            variables |= GLOO | _place(World(0, 1)) | {"HOROVOD_GLOO_IFACE": "lo"}
             with _environment(variables, without=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")):
                 self._init(timeout)
         else:
@@ -64,7 +67,7 @@ class Meeting:
                 names = tell_everyone(host, port, world.rank, world.world_size, socket.gethostname(), timeout)
                 world = _with_neighbours(world, names)
                 variables |= _cross(world, names)
-            variables |= _place(world) | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}
+            variables |= GLOO | _place(world) | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}
             variables |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(port), "HOROVOD_HOSTNAME": _hostname()}
             if "HOROVOD_GLOO_IFACE" not in os.environ:
                 variables["HOROVOD_GLOO_IFACE"] = _interface_to(host)

@@ -16,14 +16,25 @@ from unidist import registry
 from unidist.errors import BackendUnavailable, CommunicationError, RanksMissing, UsageError
 from unidist.launch.environments import interpreter_for
 from unidist.testing import Configuration, conformance, run
+from unidist.testing.suite import resume
 from unidist_horovod.backend import built_for, choose
 from unidist_horovod.rendezvous import Rendezvous, tell_everyone, wait_until_served
 
-test_promises_on_torch = conformance("horovod", zoo="unidist_torch.zoo", world_sizes=(1, 2, 3), framework="torch")
-test_promises_on_mxnet = conformance("horovod", zoo="unidist_mxnet.zoo", world_sizes=(2,), framework="mxnet")
-test_promises_on_mxnet_of_1_and_3 = conformance(
-    "horovod", zoo="unidist_mxnet.zoo", world_sizes=(1, 3), one_launch=True, framework="mxnet"
+TORCH, MXNET = "unidist_torch.zoo", "unidist_mxnet.zoo"
+
+test_promises_on_torch = conformance("horovod", zoo=TORCH, world_sizes=(2,), framework="torch")
+test_promises_on_torch_of_1_and_3 = conformance(
+    "horovod", zoo=TORCH, world_sizes=(1, 3), one_launch=True, framework="torch"
 )
+test_promises_on_mxnet = conformance("horovod", zoo=MXNET, world_sizes=(2,), framework="mxnet")
+test_promises_on_mxnet_of_1_and_3 = conformance(
+    "horovod", zoo=MXNET, world_sizes=(1, 3), one_launch=True, framework="mxnet"
+)
+
+
+def test_resumes_on_another_number_of_ranks():
+    resume(Configuration("horovod", TORCH, 3, (("framework", "torch"),)), 2)
+
 
 GLUON = (
     "deferred_initialisation",
@@ -151,6 +162,9 @@ def test_timeline_and_fusion(tmp_path):
         ({"cycle_time_ms": 0}, "never rest"),
         ({"cycle_time_ms": "fast"}, "'fast'"),
         ({"timeline": ""}, "path of a file"),
+        ({"stall_warning": 0.5}, "whole seconds"),
+        ({"stall_shutdown": 30}, "stall_warning is 60"),
+        ({"stall_shutdown": 3, "stall_warning": 0}, "from 1 to stall_shutdown"),
         ({"timline": "x"}, "Did you mean 'timeline'"),
     ],
 )

@@ -96,10 +96,16 @@ SHARED = Recipe(
                     "HOROVOD_WITHOUT_MPI": "1",
                     "HOROVOD_CPU_OPERATIONS": "GLOO",
                 },
-                # torch's headers need C++17.
                 replace=(
+                    # torch's headers need C++17.
                     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
                     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+                    # As released its list of ranks stays empty over gloo, so no rank is ever found missing in a stall.
+                    (
+                        "horovod/common/gloo/gloo_controller.cc",
+                        "global_ranks_.reserve(size_);",
+                        "global_ranks_.resize(size_);",
+                    ),
                 ),
             ),
         ),
