@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,12 +40,12 @@ def test_each_process_knows_its_place(place: Place) -> None:
         "DMLC_ROLE": "server",
         "NCCL_DEBUG": "INFO",
     }
-    ended = place.run(*RUN, "--nproc", "3", "--option", "depth=2", script, "--epochs", "3", "-q", **foreign)
+    ended = place.run(*RUN, "--nproc", "3", "--option", "depth=2", script, "--", "--epochs", "3", "-q", **foreign)
     assert ended.code == 0, ended.err
     shown = {m[1]: json.loads(m[2]) for m in re.finditer(r"^\[(worker \d)\] (.*)$", ended.out, re.M)}
     assert sorted(shown) == ["worker 0", "worker 1", "worker 2"]
     for rank, env in enumerate(shown[name] for name in sorted(shown)):
-        assert env["argv"] == ["--epochs", "3", "-q"]
+        assert env["argv"] == ["--", "--epochs", "3", "-q"]
         expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "ROLE": "worker", "BACKEND": "plain"}
         assert {name: env[f"UNIDIST_{name}"] for name in expected} == expected
         assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), "3")
@@ -75,11 +77,19 @@ def test_torchruns_spellings(place: Place) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ended = place.run(
-        *RUN, "--standalone", "--nnodes=1", "--nproc_per_node=2", "--master_port", port, "--rdzv-id=1", script
+        *RUN,
+        "--standalone",
+        "--nnodes=1",
+        "--nproc_per_node=2",
+        "--master_port",
+        port,
+        "--rdzv-id=1",
+        "--tee=3",
+        script,
     )
     assert ended.code == 0, ended.err
     assert ended.out.count(port) == 2
-    assert "--rdzv-id not needed" in ended.err
+    assert "--rdzv-id, --tee not needed" in ended.err
     refused = place.run(*RUN, "--nnodes=2", script)
     assert refused.code == 2
     assert "one machine" in refused.err
@@ -156,6 +166,67 @@ def test_lines_are_never_mixed(place: Place) -> None:
         assert len(lines) == 3 * 1500
         for line in lines:
             assert re.fullmatch(r"\[worker (\d)\] \1 \d+ x*", line)
+
+
+def test_a_bar_ends_with_its_last_state(place: Place) -> None:
+    script = place.script(
+        """
+        for i in range(101):
+            print(f"{i}%", end="\\r", flush=True)
+        if rank == 0: print()
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    for name in ("worker 0", "worker 1"):
+        assert f"[{name}] 100%\n" in ended.out
+        assert f"[{name}] \n" not in ended.out
+
+
+def test_a_dump_of_the_stack_is_shown_at_once_and_whole(place: Place) -> None:
+    script = place.script(
+        """
+        import traceback
+        traceback.print_stack()
+        if rank == 0:
+            time.sleep(600)
+        print("after it", file=sys.stderr)
+        """
+    )
+    process = place.start(*RUN, "-n", "2", script)
+    assert process.stderr
+    shown = ""
+    while "in <module>" not in shown or "[worker 1] after it" not in shown:
+        line = process.stderr.readline()
+        assert line, shown
+        shown += line
+    process.send_signal(signal.SIGTERM)
+    assert place.end(process).code == 143
+
+
+def test_output_that_cannot_be_written(place: Place) -> None:
+    script = place.script("print('x' * 1000); time.sleep(0.5)")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            place.command(*RUN, script), env=place.env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "unidist: our output: No space left on device"
+    closed = subprocess.run(
+        [*shlex.split("sh -c 'exec \"$@\" >&-' sh"), *place.command(*RUN, script)],
+        env=place.env,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (closed.returncode, "Traceback" in closed.stderr) == (0, False), closed.stderr
+    file = place.path / "a file"
+    file.touch()
+    assert "--log-dir" in place.run(*RUN, "--log-dir", str(file), script).err.splitlines()[-1]
+    (place.path / "logs").mkdir()
+    (place.path / "logs" / "worker-0.log").symlink_to("/dev/full")
+    ended = place.run(*RUN, "--log-dir", "logs", script)
+    assert ended.code == 0
+    assert "its log file cannot be written any more" in ended.out
 
 
 def test_progress_bars_are_thinned_out(place: Place) -> None:
@@ -280,7 +351,7 @@ def test_the_first_cause_is_not_an_echo(place: Place) -> None:
         """
         wait_for(3)
         if rank == 0:  # dies first, but only because worker 2 is on its way out
-            raise ConnectionResetError("Connection reset by peer")
+            raise RuntimeError("[transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
         if rank == 2:
             time.sleep(0.3)
             sys.exit(5)
@@ -291,6 +362,39 @@ def test_the_first_cause_is_not_an_echo(place: Place) -> None:
     assert ended.code == 5
     assert "worker 2" in ended.summary[0]
     assert any("then failed: worker 0" in line for line in ended.summary)
+
+
+def test_an_error_that_was_handled_long_ago_is_no_cause(place: Place) -> None:
+    script = place.script(
+        """
+        import traceback
+        if rank == 0:
+            try: {}["x"]
+            except KeyError: traceback.print_exc()
+            print("went on", file=sys.stderr)
+        leave(10**9 + rank)
+        wait_for(4)
+        if rank == 1: os._exit(3)
+        time.sleep(1)
+        sys.exit("gave up")
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 3
+    assert ended.summary[0].startswith("unidist: worker 1 on ")
+
+
+def test_the_scripts_own_connections_are_no_echo(place: Place) -> None:
+    script = place.script(
+        """
+        import socket
+        if rank == 0:
+            socket.create_connection(("127.0.0.1", 1))
+        time.sleep(1)
+        raise RuntimeError("rank 0 did not come")
+        """
+    )
+    assert "worker 0 on" in place.run(*RUN, "-n", "2", script).summary[0]
 
 
 def test_a_cause_that_is_slow_to_die(place: Place) -> None:
@@ -392,6 +496,50 @@ def test_a_second_ctrl_c_does_not_wait(place: Place) -> None:
     assert place.end(process).code == 130
 
 
+@pytest.mark.parametrize("moment", [0.0, 0.1, 0.2, 0.3])
+def test_ctrl_c_at_the_start(place: Place, moment: float) -> None:
+    process = place.start(*RUN, "-n", "2", place.script("time.sleep(600)"))
+    time.sleep(moment)
+    while process.poll() is None:  # before its handlers are there, Python's own end it
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    ended = place.end(process)
+    assert ended.code in (130, -signal.SIGINT)
+
+
+def test_a_stop_in_the_middle_of_a_failure_is_not_restarted_from(place: Place) -> None:
+    script = place.script(
+        """
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: leave(10**9))
+            leave(10**9 + 1)
+            while True: time.sleep(0.1)
+        wait_for(3)
+        sys.exit(7)
+        """
+    )
+    process = place.start(*RUN, "-n", "2", "--grace", "2", "--max-restarts", "5", script)
+    place.wait_for_pids(4)  # worker 1 was asked to end, and does not
+    process.send_signal(signal.SIGINT)
+    ended = place.end(process)
+    assert ended.code == 7
+    assert "restart" not in ended.err
+
+
+def test_what_the_workers_leave_behind_gets_time_to_end(place: Place) -> None:
+    script = place.script(
+        """
+        code = "import signal, sys, time\\nsignal.signal(signal.SIGTERM, lambda *_: (print('tidied'), sys.exit()))"
+        child(code + "\\nprint('up', flush=True)\\ntime.sleep(600)")
+        time.sleep(1)
+        """
+    )
+    ended = place.run(*RUN, script)
+    assert ended.code == 0
+    assert "[worker 0] tidied" in ended.out
+    assert "ended what the workers had left running" in ended.err
+
+
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "the launcher's process group"])
 def test_killing_the_launcher_leaves_nothing_behind(place: Place, victim: str) -> None:
     process = place.start(*RUN, "-n", "2", place.script(STAY + "time.sleep(600)"))
@@ -400,6 +548,8 @@ def test_killing_the_launcher_leaves_nothing_behind(place: Place, victim: str) -
         process.kill()
     elif victim == "supervisor":
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        title = Path(f"/proc/{children[0]}/cmdline").read_bytes()  # whoever kills by name does not kill both
+        assert title.startswith(b"unidist supervisor of %d" % process.pid)
         os.kill(int(children[0]), signal.SIGKILL)
     else:
         os.killpg(process.pid, signal.SIGKILL)
@@ -456,9 +606,28 @@ def test_restarts(place: Place) -> None:
     assert set(re.findall(r"attempt (\d)", ended.out)) == {"0", "1", "2"}
     assert "started again 2 times" in ended.err
     assert ended.err.count("worker 1 on") >= 2
+    assert len(set(re.findall(r"attempt \d (\d+)", ended.out))) == 3  # fresh ports
     enough = place.run(*RUN, "-n", "2", "--max-restarts", "1", script)
     assert enough.code == 4
     assert "restart 1 of 1" in enough.err
+
+
+def test_a_fixed_port_lasts_for_all_attempts(place: Place) -> None:
+    script = place.script(
+        """
+        import socket
+        port = int(os.environ["MASTER_PORT"])
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()  # the side that closes first has the port for another minute
+        sys.exit(4 if os.environ["UNIDIST_RESTART"] == "0" else 0)
+        """
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ended = place.run(*RUN, "--master-port", port, "--max-restarts", "1", script)
+    assert ended.code == 0, ended.err
+    assert place.run(*RUN, "--master-port", port, "--max-restarts", "1", script).code == 0  # nor is there a wait
 
 
 def test_a_stop_is_not_a_failure_to_restart_from(place: Place) -> None:
@@ -469,28 +638,67 @@ def test_a_stop_is_not_a_failure_to_restart_from(place: Place) -> None:
     assert len(place.pids()) == 1
 
 
+HEART = """
+    from unidist.control import Heart, connect_from_env
+    heart = Heart(connect_from_env(), rank, interval=0.1)
+"""
+
+
 def test_a_hang_is_reported_and_ended(place: Place) -> None:
     script = place.script(
-        """
-        from unidist.control import Heart, connect_from_env
-        if rank < 2:
-            heart = Heart(connect_from_env(), rank, interval=0.1).start()
-            heart.at("all_reduce" if rank == 0 else "forward", 12 - rank)
-            leave(10**9 + rank)
-            while len(os.listdir(os.environ["PIDS"])) < 5:  # until all are there, it moves
-                heart.at("all_reduce" if rank == 0 else "forward", 12 - rank)
-                time.sleep(0.05)
-        time.sleep(600)
-        """
+        HEART
+        + """
+    if rank < 3:
+        heart.start()
+        for step in range(20):
+            heart.at("step", step)
+        if rank != 1:
+            heart.at("all_reduce", 19)
+    time.sleep(600)
+    """
     )
-    ended = place.run(*RUN, "-n", "3", "--timeout", "5", script)
+    ended = place.run(*RUN, "-n", "4", "--timeout", "5", script)
     assert ended.code == 124
-    text = "\n".join(ended.summary)
     assert "no progress for 5 s" in ended.summary[0]
-    assert "worker 0: step 12, in all_reduce" in text
-    assert re.search(r"worker 1: step 11, in forward.*<- not where", text)
-    assert re.search(r"worker 2: .*<- missing", text)
+    text = "\n".join(ended.summary)
+    for rank in (0, 2):
+        assert re.search(rf"worker {rank}: step 19, in all_reduce, for \d+ s$", text, re.M)
+    assert re.search(r"worker 1: step 19, in step, for \d+ s  <- behind: the others wait for it$", text, re.M)
+    assert re.search(r"worker 3: not heard of  <- missing$", text, re.M)
     assert "in <module>" in ended.err  # where each was in the script
+
+
+def test_who_has_ended_or_left_is_not_hung(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    heart.start()
+    if rank == 0: os._exit(0)  # without a word
+    if rank == 1: heart.stop()
+    for step in range(70):
+        time.sleep(0.1)
+        heart.at("step", step)
+    """
+    )
+    ended = place.run(*RUN, "-n", "3", "--timeout", "3", script)
+    assert ended.code == 0, ended.err
+
+
+def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    heart.start()
+    for step in range(40):
+        print("x" * 100_000)
+        heart.at("step", step)
+    """
+    )
+    process = place.start(*RUN, "--timeout", "2", script)
+    time.sleep(5)
+    ended = place.end(process)
+    assert ended.code == 0, ended.err
+    assert len(ended.out) == 40 * (100_000 + len("[worker 0] \n"))
 
 
 def test_paused_ranks_are_not_hung(place: Place) -> None:
@@ -513,6 +721,23 @@ def test_a_taken_port_names_its_holder(place: Place) -> None:
     assert ended.code == 1
     assert f"port {port}" in ended.err
     assert f"process {os.getpid()} has it" in ended.err
+    assert place.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--master-port", "70000"), "1 to 65535"),
+        (("--master-port", "-5"), "1 to 65535"),
+        (("--master-addr", "192.0.2.7"), "an address of this machine"),
+        (("--bucket-cap-mbb", "5"), "Did you mean --bucket-cap-mb?"),
+    ],
+)
+def test_wrong_addresses_and_options_are_explained(place: Place, arguments: tuple[str, ...], says: str) -> None:
+    ended = place.run(*RUN, *arguments, place.script(""))
+    assert ended.code in (1, 2)
+    assert says in ended.err
+    assert "Traceback" not in ended.err
     assert place.pids() == []
 
 

@@ -1,5 +1,7 @@
 """Names to backends: found by entry points, refused clearly."""
 
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -131,3 +133,26 @@ def test_roles_other_than_worker_serve_and_never_train(third_party, monkeypatch,
     assert sys.modules["pantry"].served == [("server", "options")]
     with pytest.raises(WorldError, match="only workers"):
         registry.serve(Plugin("mine", "", NoOptions, ()), world, None)
+
+
+def test_a_broken_plugin_is_told_and_takes_nothing_along(tmp_path):
+    """Its module fails at import; the other backends, and the table of all, do not."""
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[unidist.backends]\nbroken = broken_backend:plugin\n")
+    (tmp_path / "broken_backend.py").write_text("raise OSError('libmoon.so is missing')\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+
+    def unidist(*arguments):
+        command = [sys.executable, "-m", "unidist", *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    table = unidist("backends")
+    assert table.returncode == 0, table.stderr
+    assert "libmoon.so is missing" in next(line for line in table.stdout.splitlines() if line.startswith("broken"))
+    assert any(line.startswith("torch") for line in table.stdout.splitlines())
+    named = unidist("run", "--backend", "broken", __file__)
+    assert named.returncode == 1
+    assert "Traceback" not in named.stderr
+    assert "libmoon.so is missing" in named.stderr

@@ -142,6 +142,22 @@ def test_an_environment_whose_interpreter_is_gone_is_not_ready(lab: Lab) -> None
     assert store.find(recipe, "one")
 
 
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"stages": []}', '{"python": "x", "stages": {"one": {}}}'])
+def test_a_damaged_marker_is_none(lab: Lab, text: str) -> None:
+    recipe = lab.recipe(Stage("one", (), lab.probe("one")))
+    (build.ensure(recipe, ["one"]).path / store.MARKER).write_text(text)
+    assert store.find(recipe, "one") is None
+
+
+def test_a_place_that_cannot_be_written(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIDIST_HOME", "/proc/nothing")
+    with pytest.raises(SetupError, match="name another place with --dir"):
+        build.ensure(lab.recipe(Stage("one", (), lab.probe("one"))), ["one"])
+    overlay = environments.overlay()  # which a job needs that has its framework already
+    assert (overlay / "unidist" / "__init__.py").exists()
+    assert not str(overlay).startswith("/proc")
+
+
 def test_a_probe_that_hangs_is_ended(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "PROBE_TIMEOUT", 0.5)
     body = """
@@ -328,6 +344,11 @@ def test_a_backend_runs_where_it_was_set_up(lab: Lab, monkeypatch: pytest.Monkey
     with pytest.raises(LaunchError, match="unidist setup torch` once"):
         environments.interpreter_for("torch")
     environment = build.ensure(recipe, ["torch"])
+    with pytest.raises(LaunchError, match=r"has lost torch.*setup torch --force"):
+        environments.interpreter_for("torch")
+    package = next((environment.path / "lib").glob("python3*/site-packages")) / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
     assert environments.interpreter_for("torch")[0] == str(environment.python)
     monkeypatch.undo()
     monkeypatch.setattr(environments, "lacking", lambda plugin: [])

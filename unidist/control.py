@@ -43,6 +43,7 @@ class Beat:
     rank: int
     step: int
     operation: str
+    moves: int  # how often it got somewhere; equal on ranks that are in the same place
     paused: bool  # it said that no progress is to be expected for a while
     silent: float  # since it was last heard
     stuck: float  # since it last got anywhere; 0 while paused
@@ -137,9 +138,10 @@ class _Store:
             still = last is not None and last.report == report and not report["paused"]
             self._pulses[name] = _Pulse(report, now, last.moved if last is not None and still else now)
 
-    def forget(self, name: str) -> None:
+    def leave(self, name: str) -> None:
         with self._lock:
-            self._pulses.pop(name, None)
+            if name in self._pulses:
+                self._pulses[name].report |= {"operation": "left", "paused": True}
 
     def beats(self) -> dict[str, Beat]:
         now = time.monotonic()
@@ -151,6 +153,7 @@ class _Store:
                 rank=pulse.report["rank"],
                 step=pulse.report["step"],
                 operation=pulse.report["operation"],
+                moves=pulse.report["moves"],
                 paused=pulse.report["paused"],
                 silent=now - pulse.heard,
                 stuck=0.0 if pulse.report["paused"] else now - pulse.moved,
@@ -194,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "POST", "beat":
                 store.beat(json.loads(body))
             case "DELETE", "beat":
-                store.forget(name)
+                store.leave(name)
             case "PUT", "key":
                 store.put(name, body)
             case "GET", "key":
@@ -309,7 +312,7 @@ class ControlServer:
         return self._http.store.get(key, wait)
 
     def beats(self) -> dict[str, Beat]:
-        """Every process that sends heartbeats and has not left, by "role rank"."""
+        """Every process that was ever heard of, by "role rank"; those that left are "left", and paused for good."""
         return self._http.store.beats()
 
 
@@ -476,12 +479,12 @@ def agree(control: Control, sequence: int, rank: int, size: int, signature: str,
 class Heart:
     """Tells the control server where this process is, every `interval` seconds, from a thread of its own.
 
-    The main thread only stores an attribute. A server that went away ends the heartbeats, not the training.
+    The main thread only stores an attribute. A server that went away does not end the training.
     """
 
     def __init__(self, control: Control, rank: int, role: str = "worker", interval: float = 1.0) -> None:
         self._control, self._rank, self._role, self._interval = control, rank, role, interval
-        self._at = ("start", 0)
+        self._at = ("start-up", 0, 0)  # operation, step, how often we were told
         self._pauses = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="unidist-heart", daemon=True)
@@ -502,7 +505,7 @@ class Heart:
         self.stop()
 
     def at(self, operation: str, step: int) -> None:
-        self._at = (operation, step)
+        self._at = (operation, step, self._at[2] + 1)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -514,16 +517,13 @@ class Heart:
             self._pauses -= 1
 
     def _beat(self) -> None:
-        last, moves = self._at, 0
-        with contextlib.suppress(CommunicationError):
-            while True:
-                now = self._at
-                if now is not last:  # not `!=`: a second call at the same place is progress too
-                    last, moves = now, moves + 1
-                operation, step = now
+        while True:
+            operation, step, moves = self._at
+            with contextlib.suppress(CommunicationError):  # the next may get through again
                 self._control.beat(self._role, self._rank, step, operation, moves, self._pauses > 0)
-                if self._stop.wait(self._interval):
-                    break
+            if self._stop.wait(self._interval):
+                break
+        with contextlib.suppress(CommunicationError):
             self._control.leave(self._role, self._rank)
 
 

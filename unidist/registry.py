@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import os
@@ -37,7 +38,12 @@ def plugin(name: str) -> Plugin:
             near = difflib.get_close_matches(name, found, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UnknownBackend(f"no backend is called {name!r}.{hint} Known: {', '.join(sorted(found)) or 'none'}.")
-        loaded = found[name].load()
+        try:
+            loaded = found[name].load()
+        except Exception as error:  # whatever importing somebody's module raises
+            raise BackendUnavailable(
+                f"backend {name!r} ({found[name].value}) cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(loaded, Plugin) or loaded.name != name:
             raise UnidistError(
                 f"the entry point {name} = {found[name].value} must name a unidist.Plugin called {name!r}, "
@@ -45,6 +51,15 @@ def plugin(name: str) -> Plugin:
             )
         _loaded[name] = loaded
     return _loaded[name]
+
+
+def loadable() -> list[Plugin]:
+    """The declarations of all backends but those that are broken: they say so when they are asked for by name."""
+    found = []
+    for name in names():
+        with contextlib.suppress(BackendUnavailable):
+            found.append(plugin(name))
+    return found
 
 
 def missing(plugin: Plugin) -> list[str]:
@@ -108,7 +123,7 @@ def choose(name: str | None, env: Mapping[str, str] = os.environ) -> tuple[Plugi
         return plugin(name), "named in the call"
     if env.get("UNIDIST_BACKEND"):
         return plugin(env["UNIDIST_BACKEND"]), "UNIDIST_BACKEND"
-    known = [plugin(each) for each in names()]
+    known = loadable()
     for each in known:
         if each.implied_by and each.implied_by in env:
             return each, f"{each.implied_by} is set"

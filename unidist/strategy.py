@@ -63,15 +63,19 @@ class Strategy:
         found = detect(init=init, rank=rank, world_size=world_size, timeout=timeout)
         if found.role != "worker":
             registry.serve(plugin, found, settings)
-        engine = registry.backend_class(plugin)
-        self._backend = engine(found, settings, device, timeout)
+        self._watch = Watch(found)
+        try:
+            self._backend = registry.backend_class(plugin)(found, settings, device, timeout)
+            self._watch.attach(self._backend)
+        except BaseException:
+            self._watch.close()
+            raise
         self._closed = False
         self._name = plugin.name
         self._last_drawn: Drawn | None = None  # the batch, of any loader, that the next gather belongs to
         self._evaluating = 0
         self._bar: Progress | None = None
         self._log_handlers: list[logging.Handler] = []
-        self._watch = Watch(self._backend)
         self._trainer = Trainer(self._backend, self._watch, self._require)
         if self.is_main:
             world, nodes = self.world, self.world.num_nodes

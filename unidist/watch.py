@@ -32,21 +32,32 @@ def debugging() -> bool:
 
 
 class Watch:
-    def __init__(self, backend: Backend) -> None:
-        self._world = backend.world
+    """Begins before the engine does, so that a rank that does not come is missed; `attach` when it is up."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._server: ControlServer | None = None
         self._control: Control | None = None
         self._heart: Heart | None = None
         self._checking = debugging()
-        self._lockstep = backend.capabilities.lockstep is True
-        self._sequence = 0
+        self._lockstep = True
+        self._sequence = self._updates = 0
         self._paused = 0
-        launched = "UNIDIST_CONTROL" in os.environ
-        if launched or (self._checking and self._world.world_size > 1):
-            from unidist.control import Heart, connect_from_env
+        if "UNIDIST_CONTROL" in os.environ:
+            from unidist.control import connect_from_env
 
-            self._control = connect_from_env() or self._host(backend)
-            self._heart = Heart(self._control, self._world.rank).start()
+            self._begin(connect_from_env())
+
+    def _begin(self, control: Control | None) -> None:
+        from unidist.control import Heart
+
+        assert control is not None
+        self._control, self._heart = control, Heart(control, self._world.rank).start()
+
+    def attach(self, backend: Backend) -> None:
+        self._lockstep = backend.capabilities.lockstep is True
+        if self._heart is None and self._checking and self._world.world_size > 1:
+            self._begin(self._host(backend))
         from unidist.collectives import Collectives
 
         self.collectives: Collectives = Collectives(backend, self.before if self._heart else None)
@@ -69,7 +80,7 @@ class Watch:
         """A collective is about to start."""
         if self._heart is None:
             return
-        self._heart.at(operation, self._sequence)
+        self._heart.at(operation, self._updates)
         self._sequence += 1
         if self._checking and self._world.world_size > 1 and self._control is not None:
             from unidist.control import agree
@@ -79,6 +90,7 @@ class Watch:
 
     def step(self, number: int) -> None:
         """A training step is about to start; `number` updates were made before it."""
+        self._updates = number
         if self._heart is not None:
             checked = self._checking and self._lockstep
             self.before(f"step {number}") if checked else self._heart.at("step", number)

@@ -6,9 +6,12 @@ Only the module of the sub-command that was asked for is imported, so that `unid
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from unidist.errors import UnidistError, UsageError
 
@@ -51,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"unidist {__version__}")
         return 0
     if known.command is not None:
-        import difflib
-
         near = difflib.get_close_matches(known.command, COMMANDS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         top.error(f"there is no command {known.command!r}.{hint} Commands: {', '.join(COMMANDS)}")
@@ -60,13 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2 if arguments else 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As argparse does it, and with the nearest right name for an option that is not known."""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
+        super().error(message + (f". Did you mean {near[0]}?" if near else ""))
+
+
 def _command(name: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f"unidist.cli.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"unidist {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    module.configure(parser)
     try:
+        module = importlib.import_module(f"unidist.cli.{name}")
+        parser = _Parser(
+            prog=f"unidist {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        module.configure(parser)
         code: int = module.run(parser.parse_args(arguments))
     except UnidistError as error:
         print(f"unidist {name}: {error}", file=sys.stderr)

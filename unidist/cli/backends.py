@@ -10,6 +10,7 @@ from importlib import metadata
 
 from unidist import registry
 from unidist.backend import Capabilities, Plugin
+from unidist.errors import BackendUnavailable
 from unidist.launch import environments
 from unidist.setup import recipes, store
 
@@ -20,11 +21,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plugins = [registry.plugin(name) for name in registry.names()]
+    plugins = registry.loadable()
     if args.markdown:
         print(markdown(plugins))
         return 0
-    rows = [("BACKEND", "FRAMEWORK", "ENVIRONMENT"), *((plugin.name, *state(plugin)) for plugin in plugins)]
+    rows = [("BACKEND", "FRAMEWORK", "ENVIRONMENT"), *((name, *_state(name)) for name in registry.names())]
     print(_aligned(rows))
     print()
     print(_aligned(_capabilities(plugins)))
@@ -34,8 +35,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def state(plugin: Plugin) -> tuple[str, str]:
+def _state(name: str) -> tuple[str, str]:
     """(framework and version, where it would run), or why it would not."""
+    try:
+        plugin = registry.plugin(name)
+    except BackendUnavailable as error:
+        return "-", f"not available: {error}"
     absent = environments.lacking(plugin)
     if not absent:
         return ", ".join(f"{name} {_version(name)}" for name in plugin.requires), f"this interpreter ({sys.executable})"

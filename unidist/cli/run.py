@@ -10,16 +10,17 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from unidist import registry
 from unidist.backend import Plugin
 from unidist.errors import LaunchError, UsageError
 from unidist.launch import environments
-from unidist.launch.engine import Settings, choose_ports, run_guarded
+from unidist.launch.engine import Settings, choose_ports, fixed_ports, run_guarded
 from unidist.launch.plan import Job, Process, describe, plan, totals
 from unidist.launch.ports import Ports
+from unidist.launch.processes import cores
 
 EXAMPLES = """\
 examples:
@@ -34,6 +35,21 @@ examples:
 Every line that a process prints is shown with its name in front. When one fails, the others are ended, the first
 cause is shown, and its exit code is ours (128 + n for signal n).
 """
+
+# torchrun's words for what is always so here, or makes no difference on one machine.
+NOT_NEEDED = (
+    *(
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "rdzv-conf",
+        "monitor-interval",
+        "start-method",
+        "role",
+        "local-addr",
+    ),
+    *("redirects", "tee", "local-ranks-filter"),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", "--dry-run=table", dest="dry_run", action="store_const", const="table", help="show the plan only")
     add("--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
     add(*_spellings("master-addr"), default="127.0.0.1", metavar="A", help="where rank 0 listens (default: 127.0.0.1)")
-    add(*_spellings("master-port"), type=int, metavar="P", help="a fixed port (default: one that is free)")
+    add(*_spellings("master-port"), type=_port, metavar="P", help="a fixed port (default: one that is free)")
     add("--interface", metavar="IF", help="network interface for gloo, NCCL, MXNet and Horovod, such as eth0")
     add("--nccl-debug", metavar="LEVEL", help="NCCL_DEBUG: VERSION, WARN, INFO or TRACE")
     add("--nccl-ib-disable", action="store_true", help="NCCL_IB_DISABLE=1: no InfiniBand")
@@ -66,11 +82,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
     add("--nnodes", default="1", help=argparse.SUPPRESS)
     add(*_spellings("node-rank"), type=int, default=0, help=argparse.SUPPRESS)
-    for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"):
+    for name in NOT_NEEDED:
         add(*_spellings(name), help=argparse.SUPPRESS)
     _add_backend_options(parser)
-    add("script", help="the script to run")
-    add("args", nargs=argparse.REMAINDER, help="its arguments")
+    # One list: argparse would lose a `--` between two.
+    add("command", nargs=argparse.PARSER, metavar="script.py", help="the script to run, and its arguments")
 
 
 class _BackendOption(argparse.Action):
@@ -108,14 +124,15 @@ def run(args: argparse.Namespace) -> int:
     options = parse_options(plugin, args.option)
     registry.build_options(plugin, options)  # a misspelt one ends here, before anything starts
     nproc = _nproc(args.nproc)
-    if not args.module and not os.path.exists(args.script):
-        raise UsageError(f"there is no file {args.script!r} in {os.getcwd()}; to run a module: -m NAME")
+    script, *arguments = args.command[1:] if args.command[0] == "--" else args.command
+    if not args.module and not os.path.exists(script):
+        raise UsageError(f"there is no file {script!r} in {os.getcwd()}; to run a module: -m NAME")
     python, variables = environments.interpreter_for(plugin.name)
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _cores() // nproc)
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
     job = Job(
         backend=plugin.name,
         python=python,
-        command=(python, *(["-m"] if args.module else []), args.script, *args.args),
+        command=(python, *(["-m"] if args.module else []), script, *arguments),
         nproc=nproc,
         servers=args.servers,
         options=options,
@@ -134,8 +151,10 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         return _show(job, settings, plugin, args.dry_run)
+    # What cannot be planned is refused before anything is said.
+    plan(replace(job, ports=(0,) * Job.ports_needed(nproc, args.servers)), plugin)
     if not args.quiet:
-        said = f"; OMP_NUM_THREADS={threads} in each, for {_cores()} cores (set it to change that)" if threads else ""
+        said = f"; OMP_NUM_THREADS={threads} in each, for {cores()} cores (set it to change that)" if threads else ""
         chosen = "" if args.backend else f" ({why})"
         print(f"unidist: {plugin.name}{chosen} on {nproc} worker{'s' * (nproc > 1)}{said}", file=sys.stderr, flush=True)
     return run_guarded(job, settings)
@@ -169,6 +188,12 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
 
 
+def _port(text: str) -> int | None:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535, or 0 for one that is free")
+    return int(text) or None
+
+
 def _spellings(name: str) -> tuple[str, ...]:
     """torchrun takes both, and so do we."""
     return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
@@ -180,13 +205,9 @@ def _check_torchrun(args: argparse.Namespace) -> None:
             f"--nnodes {args.nnodes} --node-rank {args.node_rank}: `unidist run` starts the processes of one machine. "
             "Across machines start the script with torchrun, srun, mpirun or horovodrun: unidist finds its place there."
         )
-    given = [
-        f"--{name}"
-        for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf")
-        if getattr(args, name.replace("-", "_"))
-    ]
+    given = [f"--{name}" for name in NOT_NEEDED if getattr(args, name.replace("-", "_"))]
     if given:
-        print(f"unidist: {', '.join(given)} not needed on one machine, not used", file=sys.stderr)
+        print(f"unidist: {', '.join(given)} not needed here, not used", file=sys.stderr)
 
 
 def _nproc(text: str) -> int:
@@ -194,7 +215,7 @@ def _nproc(text: str) -> int:
         devices = _gpus() if text != "cpu" else 0
         if text == "gpu" and not devices:
             raise LaunchError("--nproc gpu: no GPU is visible (CUDA_VISIBLE_DEVICES, nvidia-smi)")
-        return devices or _cores()
+        return devices or cores()
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--nproc {text}: give a number of processes from 1 up, or `auto`")
     return int(text)
@@ -208,10 +229,6 @@ def _gpus() -> int:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _address(name: str) -> str:
@@ -237,10 +254,8 @@ def _network(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _show(job: Job, settings: Settings, plugin: Plugin, form: str) -> int:
-    from dataclasses import replace
-
     with Ports(job.host) as ports:
-        numbers = choose_ports(job, settings, ports)
+        numbers = choose_ports(job, fixed_ports(settings, ports), ports)
         processes = plan(replace(job, ports=numbers, control=f"http://{job.host}:(chosen at start)"), plugin)
     print(json.dumps(describe(processes), indent=2) if form == "json" else _table(processes))
     return 0
@@ -250,15 +265,14 @@ def _table(processes: Sequence[Process]) -> str:
     """One row for each process; what they have in common, once, below."""
     shown = [(process, {k: v for k, v in process.env.items() if k != "UNIDIST_TOKEN"}) for process in processes]
     common = dict(set.intersection(*(set(env.items()) for _, env in shown)))
-    rows = [("PROCESS", "HOST", "OWN ENVIRONMENT", "COMMAND")]
+    rows = [("PROCESS", "HOST", "COMMAND"), *((each.name, each.host, " ".join(each.command)) for each, _ in shown)]
+    width, *_ = widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = [f"{name:<{widths[0]}}  {host:<{widths[1]}}  {command}" for name, host, command in rows]
+    lines += ["", "each process has in its environment:"]
     for process, env in shown:
         own = " ".join(f"{name}={value}" for name, value in sorted(env.items()) if name not in common)
-        rows.append((process.name, process.host, own, " ".join(process.command)))
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[3]}" for row in rows]
-    lines += ["", "each process has in its environment:"]
-    lines += [f"  {process[0]:<{widths[0]}}  {process[2]}" for process in rows[1:]]
-    lines += [f"  {'all':<{widths[0]}}  {name}={value}" for name, value in sorted(common.items())]
+        lines.append(f"  {process.name:<{width}}  {own}")
+    lines += [f"  {'all':<{width}}  {name}={value}" for name, value in sorted(common.items())]
     if taken := totals(processes):
         lines += ["", f"in total: {taken}"]
     return "\n".join(lines)

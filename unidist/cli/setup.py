@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     if args.prune:
         return _prune()
     known = recipes.names()
-    names = [name for name in known if name != "dev"] if args.names == ["all"] else args.names
+    names = [name for name in args.names if name != "all"]
+    if "all" in args.names:
+        names += [name for name in known if name != "dev"]
     if not names:
         raise UsageError(f"name what to set up: {', '.join(known)} or all; --list shows what is there")
     for name in names:
@@ -66,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
     # A kill is an interruption like any other: what was started is ended, nothing looks ready.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     begun, failed = time.monotonic(), False
     for recipe in recipes.RECIPES:
         wanted = [stage.name for stage in recipe.stages if stage.name in names]

@@ -12,18 +12,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unidist import registry
 from unidist.control import ControlServer
-from unidist.errors import UnidistError
+from unidist.errors import LaunchError, UnidistError
 from unidist.launch import processes as system
 from unidist.launch.output import Screen
 from unidist.launch.plan import Job, plan
 from unidist.launch.ports import Ports
+from unidist.launch.signals import Signals
 from unidist.launch.supervisor import Outcome, Supervisor
 
 
@@ -42,18 +43,24 @@ class Settings:
 
 def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
     """The job to its end, started again after a failure as often as the settings allow."""
+    with Signals() as signals, Ports(job.host) as kept:
+        fixed = fixed_ports(settings, kept)  # held between the attempts, too
+        return _attempts(job, settings, fixed, signals, lifeline)
+
+
+def _attempts(job: Job, settings: Settings, fixed: Sequence[int], signals: Signals, lifeline: int | None) -> Outcome:
     screen = Screen(settings.quiet)
     plugin = registry.plugin(job.backend)
-    log_dir = Path(settings.log_dir) if settings.log_dir else None
-    if log_dir:
-        log_dir.mkdir(parents=True, exist_ok=True)
+    log_dir = _log_dir(settings.log_dir)
     causes: list[str] = []
     while True:
-        with Ports(job.host) as ports, closing(ControlServer(job.host, token=job.token)) as control:
-            attempt = replace(job, ports=choose_ports(job, settings, ports), control=control.url, restart=len(causes))
+        with Ports(job.host) as ports, closing(_control(job)) as control:
+            numbers = choose_ports(job, fixed, ports)
+            attempt = replace(job, ports=numbers, control=control.url, restart=len(causes))
             outcome = Supervisor(
                 plan(attempt, plugin),
                 screen,
+                signals,
                 grace=settings.grace,
                 timeout=settings.timeout,
                 beats=control.beats,
@@ -65,7 +72,7 @@ def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
             ).run()
         if outcome.text:
             screen.say(outcome.text)
-        if not outcome.again or len(causes) >= settings.max_restarts:
+        if not outcome.again or signals.received or len(causes) >= settings.max_restarts:
             break
         causes.append(outcome.text.partition("\n")[0])
         screen.say(f"restart {len(causes)} of {settings.max_restarts}")
@@ -77,31 +84,58 @@ def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
     return outcome
 
 
-def choose_ports(job: Job, settings: Settings, ports: Ports) -> tuple[int, ...]:
-    count = Job.ports_needed(job.nproc, job.servers)
-    if settings.master_port is None:
-        return ports.take(count)
-    return (ports.fixed(settings.master_port), *ports.take(count - 1))
+def _log_dir(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--log-dir {name}: {error.strerror}") from None
+    return Path(name)
+
+
+def _control(job: Job) -> ControlServer:
+    try:
+        return ControlServer(job.host, token=job.token)
+    except OSError as error:
+        raise LaunchError(
+            f"--master-addr {job.host}: cannot listen there ({error.strerror}); it must be an address of this machine"
+        ) from None
+
+
+def fixed_ports(settings: Settings, ports: Ports) -> list[int]:
+    return [] if settings.master_port is None else [ports.fixed(settings.master_port)]
+
+
+def choose_ports(job: Job, fixed: Sequence[int], ports: Ports) -> tuple[int, ...]:
+    return (*fixed, *ports.take(Job.ports_needed(job.nproc, job.servers) - len(fixed)))
 
 
 def run_guarded(job: Job, settings: Settings) -> int:
     """`run` in a process of its own, watched over by this one. Returns the exit code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream:
+            stream.flush()
+        else:  # started with `>&-`: what we open next must not be taken for it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+    system.adopt_orphans()
     reader, writer = os.pipe()
+    # Held back until there is somebody on both sides to answer them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, system.stopping_signals())
     supervisor = os.fork()
     if supervisor == 0:
         os.close(writer)
         os.setsid()  # Ctrl-C reaches us through the guard, once; a signal to the guard's group does not take us along
+        system.rename(f"unidist supervisor of {os.getppid()}")  # who kills all of `unidist run` by name kills the guard
         _child(lambda: run(job, settings, reader).code)
     os.close(reader)
     try:
-        return guard(supervisor, job.token)
+        return guard(supervisor, before)
     finally:
         os.close(writer)
 
 
-def guard(supervisor: int, token: str) -> int:
+def guard(supervisor: int, mask: Iterable[int]) -> int:
     """Wait for the supervisor, pass signals on to it, and clean up after it should it be killed."""
 
     forwarded = set()
@@ -112,6 +146,7 @@ def guard(supervisor: int, token: str) -> int:
             os.kill(supervisor, number)
 
     before = {number: signal.signal(number, forward) for number in system.stopping_signals()}
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         _, status = os.waitpid(supervisor, 0)
     finally:
@@ -120,7 +155,7 @@ def guard(supervisor: int, token: str) -> int:
             signal.signal(number, signal.SIG_IGN if number in forwarded else handler)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        end_all(token)
+        system.kill_descendants()  # the orphans are ours now
         print(f"unidist: the supervisor was killed by signal {-code}; its processes were ended", file=sys.stderr)
         return 128 - code
     return code
@@ -144,7 +179,7 @@ def _child(body: Callable[[], int]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

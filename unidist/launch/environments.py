@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -32,6 +33,11 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
     recipe = recipes.recipe_of(backend)
     environment = store.find(recipe, backend) if recipe else None
     if environment:
+        lost = [module for module in plugin.requires if not environment.has(module)]
+        if lost:
+            raise LaunchError(
+                f"{environment.path} has lost {', '.join(lost)}. Build it again: `{command()} setup {backend} --force`"
+            )
         return str(environment.python), {**environment.variables(), **importable()}
     how = f"Run `{command()} setup {backend}` once." if recipe else "Install it there."
     raise LaunchError(f"backend {backend!r} needs {', '.join(absent)}, which {sys.executable} does not have. {how}")
@@ -41,7 +47,7 @@ def choose(name: str | None) -> tuple[Plugin, str]:
     """Which backend, and why. Where this interpreter has no framework, the environments that were set up decide."""
     if name or os.environ.get("UNIDIST_BACKEND"):
         return registry.choose(name)
-    known = [registry.plugin(each) for each in registry.names()]
+    known = registry.loadable()
     if not all(map(lacking, known)):
         return registry.choose(name)
     found = {p.name: p for p in known if (recipe := recipes.recipe_of(p.name)) and store.find(recipe, p.name)}
@@ -83,21 +89,30 @@ def overlay() -> Path:
     links = {"unidist": Path(__file__).resolve().parent.parent, **dict(_packages(entries))}
     table = "".join(f"{entry.name} = {entry.value}\n" for entry in entries)
     key = hashlib.sha256(repr((sorted(links.items()), table, __version__)).encode()).hexdigest()[:12]
-    place = store.home() / "overlays" / key
-    if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=place.parent))
-        for name, target in links.items():
-            (aside / name).symlink_to(target)
-        info = aside / f"unidist_train-{__version__}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: unidist-train\nVersion: {__version__}\n")
-        (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{table}")
-        try:
-            aside.rename(place)
-        except OSError:  # another process was faster
-            shutil.rmtree(aside)
-    return place
+    for home in (store.home(), Path(tempfile.gettempdir()) / f"unidist-{os.getuid()}"):  # the first may be read-only
+        place = home / "overlays" / key
+        if place.is_dir():
+            return place
+        with contextlib.suppress(OSError):
+            _link(place, links, table)
+            return place
+    raise LaunchError(f"cannot write to {store.home()}, nor to {tempfile.gettempdir()}: set UNIDIST_HOME")
+
+
+def _link(place: Path, links: dict[str, Path], table: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=place.parent))
+    aside.chmod(0o755)  # the cache may be shared by several users
+    for name, target in links.items():
+        (aside / name).symlink_to(target)
+    info = aside / f"unidist_train-{__version__}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: unidist-train\nVersion: {__version__}\n")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{table}")
+    try:
+        aside.rename(place)
+    except OSError:  # another process was faster
+        shutil.rmtree(aside)
 
 
 def _packages(entries: list[EntryPoint]) -> Iterator[tuple[str, Path]]:

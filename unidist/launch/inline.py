@@ -42,6 +42,7 @@ def launch(
     from unidist.launch import carry, environments
     from unidist.launch.engine import Settings
     from unidist.launch.plan import Job
+    from unidist.launch.processes import cores
 
     if loading:
         raise LaunchError(
@@ -53,7 +54,7 @@ def launch(
     registry.build_options(plugin, options)
     python, variables = environments.interpreter_for(plugin.name)
     if "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // nproc))
     with tempfile.TemporaryDirectory(prefix="unidist-launch-") as name:
         directory = Path(name)
         carry.pack(fn, tuple(args), directory)

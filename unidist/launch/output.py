@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -11,18 +12,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from unidist.errors import LaunchError
 from unidist.launch.plan import Process
 
 BAR_EVERY = 2.0  # seconds between two shown states of a progress bar
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 20
+ERROR_HELD = 1.0  # seconds that the lines of an error may be kept back, until it is known whether another showed it
 BACKLOG = 1 << 20  # bytes that may wait for a slow reader before the processes have to
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _RESET = b"\x1b[0m"
 
-# A traceback, a syntax error in the script (which comes without the heading), or the interpreter's own complaint.
-_ERROR_STARTS = re.compile(rb'Traceback \(most recent call last\):|  File "')
+# What is shown once only: a traceback; a syntax error of the script, which comes first and without a heading; or the
+# interpreter's own complaint. And how each ends.
+_TRACEBACK = re.compile(rb"(  \+ Exception Group )?Traceback \(most recent call last\):")
+_SYNTAX_ERROR = re.compile(rb'  File "')
+_LAST_LINE = re.compile(rb"[A-Za-z_][\w.]*(: |$)")
 _ERROR_IN_ONE_LINE = re.compile(rb"\S*python[\d.]*: (can't open|No module named|Error while finding module)")
 _CHAIN = re.compile(rb"(During handling of the above exception|The above exception was the direct cause)")
+
+
+class OutputLost(Exception):
+    """Our own standard output or error cannot be written any more."""
+
+    def __init__(self, error: OSError) -> None:
+        gone = isinstance(error, BrokenPipeError)
+        super().__init__("nobody reads our output any more (broken pipe)" if gone else f"our output: {error.strerror}")
+        self.exit_code = 141 if gone else 1  # as a shell counts SIGPIPE
 
 
 class Screen:
@@ -50,8 +65,9 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line of unidist's own, on standard error. This one does wait until it is written."""
-        self._put(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
-        self.write(wait=True)
+        with contextlib.suppress(OutputLost):  # then there is nobody to be told
+            self._put(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
+            self.write(wait=True)
 
     @property
     def waiting(self) -> bool:
@@ -70,8 +86,13 @@ class Screen:
         """Write what waits, as far as it is taken at once."""
         while self._waiting and (wait or _takes(self._waiting[0][0])):
             fd, data = self._waiting.popleft()
-            # A pipe that takes anything takes so much without blocking us.
-            written = os.write(fd, data[: select.PIPE_BUF])
+            try:
+                # A pipe that takes anything takes so much without blocking us.
+                written = os.write(fd, data[: select.PIPE_BUF])
+            except BlockingIOError:  # somebody else made it non-blocking
+                written = 0
+            except OSError as error:
+                raise OutputLost(error) from None
             self._size -= written
             if written < len(data):
                 self._waiting.appendleft((fd, data[written:]))
@@ -97,63 +118,88 @@ class Stream:
 
     def __init__(self, name: str, stream: str, colour: int, screen: Screen, shown: bool, log: BinaryIO | None) -> None:
         self.last: deque[str] = deque(maxlen=40)  # for the summary
-        self._name, self._stream, self._colour, self._screen, self._shown, self._log = (
-            name,
-            stream,
-            colour,
-            screen,
-            shown,
-            log,
-        )
+        self._name, self._stream, self._colour = name, stream, colour
+        self._screen, self._shown, self._log = screen, shown, log
         self._rest = b""
-        self._bar_shown = 0.0
-        self.trouble = float("inf")  # when the last traceback began
+        self._bar, self._bar_shown = b"", 0.0  # the state of a progress bar that was shown last, and when
+        self.trouble = float("-inf")  # when the last traceback began, if nothing was said since
         self._error: list[bytes] = []  # an error that is still being printed
+        self._error_begun = 0.0
         self._repeats = False  # the error before was a repetition
 
     def feed(self, data: bytes) -> None:
-        if self._log:
-            self._log.write(data)
-            self._log.flush()
+        self._write_log(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._line(line.removesuffix(b"\r").rpartition(b"\r")[2])  # what a terminal would show in the end
+            self._whole(line)
         if b"\r" in self._rest:
             # A progress bar draws over itself. Each state as a line of its own would flood the screen.
-            *states, self._rest = self._rest.split(b"\r")
-            now = time.monotonic()
-            if states[-1].strip() and now - self._bar_shown >= BAR_EVERY:
-                self._bar_shown = now
-                self._line(states[-1])
-            self._rest = b"\r" + self._rest
+            drawn, _, rest = self._rest.rpartition(b"\r")
+            state, now = _last_state(drawn), time.monotonic()
+            if state and now - self._bar_shown >= BAR_EVERY:
+                self._bar, self._bar_shown = state, now
+                self._line(state)
+            self._rest = state + b"\r" + rest
         if len(self._rest) > LONGEST_LINE:
             self._line(self._rest)
             self._rest = b""
 
     def close(self) -> None:
         if self._rest.strip():
-            self._line(self._rest.rpartition(b"\r")[2])
+            self._whole(self._rest)
         self._rest = b""
         self._end_error()
 
+    def tick(self) -> None:
+        """Nothing came for a while: what is kept back may be all there is, as in a dump of the stack."""
+        if self._error and time.monotonic() - self._error_begun > ERROR_HELD:
+            self._end_error()
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+            self._log.flush()
+        except OSError as error:
+            self._log = None
+            self._show(f"(its log file cannot be written any more: {error.strerror})".encode())
+
+    def _whole(self, line: bytes) -> None:
+        if b"\r" not in line:
+            self._line(line)
+        elif (state := _last_state(line)) != self._bar:  # else it was shown while it was drawn
+            self._line(state)
+        self._bar = b""
+
     def _line(self, line: bytes) -> None:
+        first = not self.last
         self.last.append(line.decode(errors="replace"))
         if self._stream == "stdout":
             self._show(line)
-        elif self._error:
+        elif self._error and line[:1] in (b" ", b"\t", b""):
             self._error.append(line)
-            if line[:1] not in (b" ", b"\t", b""):  # "ValueError: …" ends it
-                self._end_error()
-        elif _ERROR_STARTS.match(line):
-            self.trouble = time.monotonic()
+        elif self._error and _LAST_LINE.match(line):  # "ValueError: …"
+            self._error.append(line)
+            self._end_error()
+        else:
+            self._end_error()
+            self._outside(line, first)
+
+    def _outside(self, line: bytes, first: bool) -> None:
+        """A line of standard error that goes on with no error."""
+        if _TRACEBACK.match(line) or (first and _SYNTAX_ERROR.match(line)):
+            self.trouble = self._error_begun = time.monotonic()
             self._error.append(line)
         elif _ERROR_IN_ONE_LINE.match(line):
             self._error.append(line)
             self._end_error()
-        elif self._repeats and (not line or _CHAIN.match(line)):
-            pass  # it joins two tracebacks that are not shown here
+        elif not line or _CHAIN.match(line):
+            if not self._repeats:  # else it joins two tracebacks that are not shown here
+                self._show(line)
         else:
             self._repeats = False
+            self.trouble = float("-inf")
             self._show(line)
 
     def _end_error(self) -> None:
@@ -173,6 +219,11 @@ class Stream:
             self._screen.line(self._stream, self._name, self._colour, line)
 
 
+def _last_state(line: bytes) -> bytes:
+    """What a terminal shows in the end."""
+    return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
+
+
 class Output:
     """Both streams of every process of a plan."""
 
@@ -186,7 +237,11 @@ class Output:
             name = "master" if main and master else process.name
             log = None
             if log_dir is not None:
-                log = open(log_dir / f"{process.name.replace(' ', '-')}.log", "ab" if append else "wb")  # noqa: SIM115
+                file = log_dir / f"{process.name.replace(' ', '-')}.log"
+                try:
+                    log = open(file, "ab" if append else "wb")  # noqa: SIM115
+                except OSError as error:
+                    raise LaunchError(f"--log-dir: {file}: {error.strerror}") from None
                 self._logs.append(log)
             self.streams.append(
                 {
@@ -195,9 +250,14 @@ class Output:
                 }
             )
 
+    def tick(self) -> None:
+        for streams in self.streams:
+            streams["stderr"].tick()
+
     def close(self) -> None:
         for streams in self.streams:
             for stream in streams.values():
                 stream.close()
         for log in self._logs:
-            log.close()
+            with contextlib.suppress(OSError):  # a full disk was told already
+                log.close()

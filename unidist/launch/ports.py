@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
 from pathlib import Path
 
 from unidist.errors import LaunchError
+from unidist.launch import processes as system
+
+TIME_WAIT = "06"  # in /proc/net/tcp
 
 
 class Ports:
@@ -36,12 +40,15 @@ class Ports:
         top = _first_ephemeral()
         candidates = range(max(1024, top - 16384), top)
         taken: list[int] = []
-        for port in random.sample(candidates, len(candidates)):
+        first = random.choice(candidates)
+        for port in (*range(first, candidates.stop), *range(candidates.start, first)):
             if len(taken) == count:
-                return tuple(sorted(taken))
+                break
             with contextlib.suppress(OSError):
                 self._hold(port)
                 taken.append(port)
+        if len(taken) == count:
+            return tuple(sorted(taken))
         raise LaunchError(f"no {count} free ports between {candidates.start} and {candidates.stop} on {self._host}")
 
     def fixed(self, port: int) -> int:
@@ -49,15 +56,22 @@ class Ports:
         try:
             self._hold(port)
         except OSError as error:
+            if error.errno == errno.EADDRINUSE and _only_closing(port):
+                self._hold(port, at_once=True)
+                return port
+            who = f": {holder(port)}" if error.errno == errno.EADDRINUSE else ""
             raise LaunchError(
-                f"port {port} cannot be used on {self._host} ({error.strerror}): {holder(port)}. "
+                f"port {port} cannot be used on {self._host} ({error.strerror}){who}. "
                 "Choose another with --master-port, or leave it out and a free one is found."
             ) from None
         return port
 
-    def _hold(self, port: int) -> None:
+    def _hold(self, port: int, at_once: bool = False) -> None:
+        """`at_once`: also while connections of an earlier job are still closing."""
         held = socket.socket()
         try:
+            if at_once:
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((self._host, port))
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except BaseException:
@@ -66,23 +80,28 @@ class Ports:
         self._held.append(held)
 
 
-def holder(port: int) -> str:
-    """Who has this port, as well as /proc tells."""
-    inodes = set()
+def _rows(port: int) -> list[list[str]]:
+    """What the kernel's tables say about sockets that are bound to this port (and listen or are connected)."""
+    rows = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
-            for row in Path(table).read_text().splitlines()[1:]:
-                fields = row.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[9] != "0":
-                    inodes.add(f"socket:[{fields[9]}]")
+            rows += [row.split() for row in Path(table).read_text().splitlines()[1:]]
+    return [row for row in rows if int(row[1].rpartition(":")[2], 16) == port]
+
+
+def _only_closing(port: int) -> bool:
+    rows = _rows(port)
+    return bool(rows) and all(row[3] == TIME_WAIT for row in rows)
+
+
+def holder(port: int) -> str:
+    """Who has this port, as well as /proc tells."""
+    inodes = {f"socket:[{row[9]}]" for row in _rows(port) if row[9] != "0"}
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):
             if inodes & {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}:
-                command = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                )
-                return f"process {pid} has it ({command[:80]})"
-    return "another user's process has it" if inodes else "an earlier connection may still be closing; wait a minute"
+                return f"process {pid} has it ({system.command(int(pid))})"
+    return "another user's process has it" if inodes else "another `unidist run` may keep it for its job"
 
 
 def _first_ephemeral() -> int:

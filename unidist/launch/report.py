@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from unidist.control import Beat
 
-# What the survivors say when a peer has gone. Their error is real, but it is not the cause.
+# What the survivors say when a peer has gone. Their error is real, but it is not the cause. (Python's own
+# ConnectionRefusedError and the like come from the script, which may well talk to others than its peers.)
 _ECHO = re.compile(
     r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
     r"does not answer|Socket closed|recvValue failed|has been shut down",
     re.IGNORECASE,
 )
+_OWN = re.compile(r"(ConnectionRefused|ConnectionReset|ConnectionAborted|BrokenPipe)Error\b")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Failure:
         """Whether it looks like the consequence of another's failure."""
         if self.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
             return False  # nobody dies so because a peer is gone
-        return bool(_ECHO.search("\n".join(self.lines[-5:])))
+        last = self.lines[-5:]
+        return not any(map(_OWN.match, last)) and bool(_ECHO.search("\n".join(last)))
 
     def __str__(self) -> str:
         hint = " (by hand, by the system short of memory, or by a limit)" if self.code == -signal.SIGKILL else ""
@@ -72,11 +76,20 @@ def failed(first: Failure, others: Sequence[Failure], ended: int) -> str:
 def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
     """Where each rank is when nothing moves any more."""
     beats = sorted(beats, key=lambda beat: (beat.role, beat.rank))
-    front = max((beat.step, beat.operation) for beat in beats)
-    rows = [
-        f"    {beat.role} {beat.rank}: step {beat.step}, in {beat.operation}, for {beat.stuck:.0f} s"
-        + ("" if (beat.step, beat.operation) == front else "  <- not where the others are")
-        for beat in beats
-    ]
+    moving = [beat for beat in beats if not beat.paused]
+    front = max((beat.moves for beat in moving), default=0)
+    at_front = Counter(beat.operation for beat in moving if beat.moves == front)
+    usual = at_front.most_common(1)[0][0] if at_front else ""
+    rows = [f"    {beat.role} {beat.rank}: {_where(beat)}{_odd(beat, front, usual)}" for beat in beats]
     rows += [f"    {name}  <- missing" for name in missing]
     return "\n".join([f"no progress for {timeout:g} s (--timeout). Where each rank is:", *rows])
+
+
+def _where(beat: Beat) -> str:
+    return f"step {beat.step}, in {beat.operation}, " + ("paused" if beat.paused else f"for {beat.stuck:.0f} s")
+
+
+def _odd(beat: Beat, front: int, usual: str) -> str:
+    if beat.paused or (beat.moves, beat.operation) == (front, usual):
+        return ""
+    return "  <- behind: the others wait for it" if beat.moves < front else "  <- not where the others are"

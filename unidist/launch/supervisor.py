@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from unidist.control import Beat
 from unidist.errors import LaunchError
 from unidist.launch import processes as system
 from unidist.launch import report
-from unidist.launch.output import Output, Screen, Stream
+from unidist.launch.output import Output, OutputLost, Screen, Stream
 from unidist.launch.plan import Process, inherited
 from unidist.launch.report import Failure
+from unidist.launch.signals import Signals
 
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
 ECHO_WAIT = 3.0  # how long the true cause may take to show after an error that looks like its echo
@@ -59,14 +60,17 @@ class _Running:
 
     @property
     def trouble(self) -> float:
-        """When it went wrong: a traceback is printed some time before the process is gone."""
-        return min(self.ended or float("inf"), self.streams["stderr"].trouble)
+        """When it went wrong: a traceback is printed some time before the process is gone. An old one was handled."""
+        last = self.ended or time.monotonic()
+        printed = self.streams["stderr"].trouble
+        return printed if last - printed < ECHO_WAIT else self.ended or float("inf")
 
 
 @dataclass
 class Supervisor:
     plan: Sequence[Process]
     screen: Screen
+    signals: Signals
     grace: float = 5.0
     timeout: float | None = None  # without progress for so many seconds, the job is hung
     beats: Callable[[], dict[str, Beat]] | None = None
@@ -77,38 +81,46 @@ class Supervisor:
     started: Callable[[], object] = lambda: None
 
     _running: list[_Running] = field(default_factory=list, init=False)
-    _signals: list[int] = field(default_factory=list, init=False)
+    _heard: int = field(default=0, init=False)  # signals that were answered by ending the job; one more means: at once
+    _begun: float = field(default=0.0, init=False)
+    _held_up: float = field(default=0.0, init=False)  # when we last had to let the processes wait for our reader
 
     def run(self) -> Outcome:
         """Until every process has ended. Call it from the main thread of a process that has no other children."""
         system.adopt_orphans()
-        output = Output(self.plan, self.screen, self.log_dir, self.append, self.master)
+        self._output = Output(self.plan, self.screen, self.log_dir, self.append, self.master)
         self._selector, self._urgent = selectors.DefaultSelector(), selectors.DefaultSelector()
-        with self._selector, self._urgent, self._wakeup():
-            if self.lifeline is not None:
-                self._listen(self.lifeline)
+        with self._selector, self._urgent:
+            for fd in (self.signals.fd, *([] if self.lifeline is None else [self.lifeline])):
+                for selector in (self._selector, self._urgent):
+                    selector.register(fd, selectors.EVENT_READ, None)
             try:
-                self._start(output)
+                self._start()
                 self.started()
                 outcome = self._watch()
-            except BrokenPipeError:
-                outcome = Outcome(141, "nobody reads our output any more (broken pipe)")
+            except OutputLost as lost:
+                outcome = Outcome(lost.exit_code, str(lost))
             finally:
                 # Whatever happened, also an error of our own: nothing stays behind.
                 system.kill_descendants()
-                with contextlib.suppress(BrokenPipeError):
-                    self._last_words(output)
+                with contextlib.suppress(OutputLost):
+                    self._last_words()
                 self.screen.forget()  # what could not be shown
                 for each in self._running:
                     each.popen.wait()
         return outcome
 
+    @property
+    def _impatient(self) -> bool:
+        return len(self.signals.received) > self._heard
+
     # -- starting ----------------------------------------------------------------------------------------------
 
-    def _start(self, output: Output) -> None:
+    def _start(self) -> None:
         base = inherited()
         end_with_parent = system.EndWithParent()
-        for process, streams in zip(self.plan, output.streams, strict=True):
+        self._begun = time.monotonic()
+        for process, streams in zip(self.plan, self._output.streams, strict=True):
             try:
                 popen = subprocess.Popen(
                     process.command,
@@ -125,57 +137,51 @@ class Supervisor:
             for name in ("stdout", "stderr"):
                 self._selector.register(getattr(popen, name), selectors.EVENT_READ, streams[name])
 
-    @contextlib.contextmanager
-    def _wakeup(self) -> Iterator[None]:
-        """Signals arrive as bytes in a pipe, so that none is lost between two looks."""
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        numbers = (signal.SIGCHLD, *system.stopping_signals())
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._listen(reader)
-        self._signal_fd = reader
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(reader)
-            os.close(writer)
-
-    def _listen(self, fd: int) -> None:
-        for selector in (self._selector, self._urgent):
-            selector.register(fd, selectors.EVENT_READ, None)
-
     # -- watching ----------------------------------------------------------------------------------------------
 
     def _watch(self) -> Outcome:
         while True:
             self._events(TICK)
-            if self._signals:
-                return self._stopped_by(self._signals[0])
+            if self.signals.received:
+                return self._stopped_by(self.signals.received[0])
             if any(each.failed for each in self._running):
                 return self._failed()
-            if all(each.code == 0 for each in self._running):
-                return Outcome(0)
             if all(each.code == 0 for each in self._running if each.process.is_worker):
-                return self._end_services()
-            beats = self.beats().values() if self.timeout and self.beats else ()
-            if self.timeout and any(beat.stuck > self.timeout for beat in beats):
-                return self._hung(list(beats), self.timeout)
+                return self._well_done()
+            if self.timeout and self.beats:
+                beats = self._alive(self.beats())
+                if self._is_stuck(beats, self.timeout):
+                    return self._hung(beats, self.timeout)
+
+    def _alive(self, beats: dict[str, Beat]) -> list[Beat]:
+        living = {(each.process.role, each.process.rank) for each in self._running if each.code is None}
+        return [beat for beat in beats.values() if (beat.role, beat.rank) in living]
+
+    def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
+        if not beats:  # nobody is there yet, or the script does not use unidist
+            return False
+        if time.monotonic() - self._held_up < timeout:  # whoever prints had to wait for our reader
+            return False
+        late = time.monotonic() - self._begun > timeout
+        return (late and bool(self._unheard(beats))) or any(beat.stuck > timeout for beat in beats)
+
+    def _unheard(self, beats: Sequence[Beat]) -> list[str]:
+        heard = {(beat.role, beat.rank) for beat in beats}
+        workers = [each.process for each in self._running if each.process.is_worker and each.code is None]
+        return [each.name for each in workers if (each.role, each.rank) not in heard]
 
     def _events(self, wait: float) -> None:
         self.screen.write()
+        self._output.tick()
         # When our reader is slow the processes have to wait for it, as they would without us; signals and ends do not.
+        if self.screen.full:
+            self._held_up = time.monotonic()
         events = self._urgent.select(min(wait, 0.02)) if self.screen.full else self._selector.select(wait)
         for key, _ in events:
             if isinstance(key.data, Stream):
                 self._read(key.fd, key.data)
-            elif key.fd == self._signal_fd:
-                with contextlib.suppress(BlockingIOError):
-                    self._signals += [n for n in os.read(key.fd, 4096) if n != signal.SIGCHLD]
+            elif key.fd == self.signals.fd:
+                self.signals.read()
             else:
                 # The launcher was killed. There is nobody to report to: just end everything, at once.
                 system.kill_descendants()
@@ -223,12 +229,8 @@ class Supervisor:
         return Outcome(first.failure.exit_code, report.failed(first.failure, others, living), again=True)
 
     def _hung(self, beats: Sequence[Beat], timeout: float) -> Outcome:
-        heard = {(beat.role, beat.rank) for beat in beats}
-        missing = [
-            f"{each.process.name}: {'not heard of' if each.code is None else 'has ended'}"
-            for each in self._running
-            if each.process.is_worker and (each.process.role, each.process.rank) not in heard
-        ]
+        ended = [each.process.name for each in self._running if each.process.is_worker and each.code is not None]
+        missing = [f"{name}: not heard of" for name in self._unheard(beats)] + [f"{name}: has ended" for name in ended]
         text = report.hung(beats, missing, timeout)
         # With PYTHONFAULTHANDLER set this prints where each is in its code, also from inside a C++ call.
         system.kill([each.popen.pid for each in self._running if each.code is None], signal.SIGABRT)
@@ -236,24 +238,35 @@ class Supervisor:
         return Outcome(TIMED_OUT, text, again=True)
 
     def _stopped_by(self, number: int) -> Outcome:
-        self._signals.clear()  # the next one, while stopping, means: at once
         self._stop()
         return Outcome(
             128 + number, f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
         )
 
-    def _end_services(self) -> Outcome:
+    def _well_done(self) -> Outcome:
         """The workers are done. Servers and schedulers usually notice; those that do not are not missed."""
         until = time.monotonic() + SERVICES_WAIT
         while any(each.code is None for each in self._running) and time.monotonic() < until:
             self._events(TICK)
-            if self._signals:
-                return self._stopped_by(self._signals[0])
+            if self.signals.received:
+                return self._stopped_by(self.signals.received[0])
+        until = time.monotonic() + 0.5  # for what ends with them, a moment later
+        while (left := self._left_behind()) and time.monotonic() < until:
+            self._events(0.02)
         self._stop()
-        return Outcome(0)
+        return Outcome(0, f"ended what the workers had left running: {', '.join(left)}" if left else "")
+
+    def _left_behind(self) -> list[str]:
+        groups = {each.popen.pid for each in self._running if each.code is None}
+        return [
+            f"{system.command(pid)} (process {pid})"
+            for pid in system.descendants(os.getpid())
+            if system.group(pid) not in groups
+        ]
 
     def _stop(self, delay: float = 0.0) -> None:
         """SIGTERM to every process group and to who left it; SIGKILL after the grace time or a second signal."""
+        self._heard = len(self.signals.received)
         for each in self._running:
             each.stopped = each.code is None
         until = time.monotonic() + delay
@@ -266,7 +279,7 @@ class Supervisor:
                 os.killpg(group, signal.SIGTERM)
         system.kill(strays, signal.SIGTERM)
         until = time.monotonic() + self.grace
-        while time.monotonic() < until and not self._signals and system.descendants(os.getpid()):
+        while time.monotonic() < until and not self._impatient and system.descendants(os.getpid()):
             self._events(0.05)
         system.kill_descendants()
 
@@ -277,13 +290,13 @@ class Supervisor:
         while any(key.data in ended for key, _ in self._selector.select(0)) and time.monotonic() < until:
             self._events(0)
 
-    def _last_words(self, output: Output) -> None:
+    def _last_words(self) -> None:
         """Show what is left in the pipes, to the end, unless a signal says that nobody wants to see it."""
         until = time.monotonic() + 2.0  # only a process that escaped us could hold a pipe open
-        while not self._signals and self._unread() and (self.screen.full or time.monotonic() < until):
+        while not self._impatient and self._unread() and (self.screen.full or time.monotonic() < until):
             self._events(0.05)
-        output.close()
-        while not self._signals and self.screen.waiting:
+        self._output.close()
+        while not self._impatient and self.screen.waiting:
             self._events(0.02)
 
     def _unread(self) -> bool:

@@ -47,7 +47,7 @@ def ensure(recipe: Recipe, stages: Sequence[str], python: str | None = None, for
         environment = None if force else next(can_grow, None)
         if environment:
             steps = _Steps(progress, _log(environment))
-            _grow(environment, environment.marker()["python"], _lacking(environment, wanted), steps)
+            _grow(environment, environment.made_with, _lacking(environment, wanted), steps)
             return environment
         if interpreter is None or version is None:
             interpreter, version = pythons.find(recipe.python)
@@ -152,8 +152,12 @@ def _versions(environment: Environment) -> dict[str, str]:
 def _lock(recipe: Recipe, progress: Progress) -> Iterator[None]:
     """One builder at a time for each recipe. The kernel lets go of it when the builder dies."""
     directory = store.home() / "environments"
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / f"{recipe.name}-{recipe.key}.lock", "a+") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / f"{recipe.name}-{recipe.key}.lock", "a+")  # noqa: SIM115
+    except OSError as error:
+        raise SetupError(f"cannot write to {directory}: {error.strerror}; name another place with --dir") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,7 +19,7 @@ class SourceBuild:
     """A package that must be built from its source distribution, with changes. The wheel is cached."""
 
     requirement: str
-    tools: tuple[str, ...]  # installed into the environment first
+    tools: tuple[str, ...]  # for the build, beside the environment and not in it
     env: Mapping[str, str]
     replace: tuple[tuple[str, str, str], ...]  # file, text, new text
 

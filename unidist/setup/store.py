@@ -36,18 +36,28 @@ class Environment:
     def python(self) -> Path:
         return self.path / "bin" / "python"
 
-    def marker(self) -> dict[str, Any]:
-        """What the marker says; empty when there is none, or its interpreter is gone."""
+    def _marker(self) -> dict[str, Any]:
+        """What the marker says; empty when there is none that makes sense, or its interpreter is gone."""
         try:
-            marker: dict[str, Any] = json.loads((self.path / MARKER).read_text())
-            return marker if os.access(self.python, os.X_OK) else {}
-        except (OSError, ValueError):
+            marker = json.loads((self.path / MARKER).read_text())
+            sound = isinstance(marker["python"], str) and all("versions" in one for one in marker["stages"].values())
+            return marker if sound and os.access(self.python, os.X_OK) else {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}
 
     def ready(self) -> dict[str, dict[str, Any]]:
         """Stage -> what is known about it, for the stages that were built and proven."""
-        stages: dict[str, dict[str, Any]] = self.marker().get("stages", {})
+        stages: dict[str, dict[str, Any]] = self._marker().get("stages", {})
         return stages
+
+    @property
+    def made_with(self) -> str:
+        """The interpreter that a ready environment was made with."""
+        return str(self._marker()["python"])
+
+    def has(self, module: str) -> bool:
+        """Whether a module is where it was installed. Nothing is imported."""
+        return any((self.path / "lib").glob(f"python3*/site-packages/{module}/__init__.py"))
 
     @property
     def interrupted(self) -> bool:
