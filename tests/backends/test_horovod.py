@@ -125,30 +125,52 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def launch(tmp_path: Path, script: str, **options: object) -> subprocess.Popen:
+    """Two processes of it by `unidist run`."""
+    (tmp_path / "script.py").write_text(script)
+    said = [f"--option={name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "unidist", "run", "--backend=horovod", "--nproc=2", *said]
+    return start([*command, str(tmp_path / "script.py")], {**environment()[1], "PYTHONPATH": str(ROOT)})
+
+
 def test_timeline_and_fusion(tmp_path):
     """The timeline names the gradients of the model, and tells that they were joined."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = (
         "import numpy as np, torch, unidist\n"
         "with unidist.Strategy() as strategy:\n"
         "    model, optimizer = strategy.prepare(torch.nn.Linear(4, 2), unidist.SGD(0.1))\n"
         "    step = strategy.train_step(model, optimizer, lambda m, x: m(x).mean())\n"
         "    [step(x) for x in strategy.loader(np.ones((16, 4), np.float32), per_device_batch=4)]\n"
     )
-    options = {
-        "framework": "torch",
-        "timeline": tmp_path / "timeline.json",
-        "fusion_threshold_mb": 8,
-        "cycle_time_ms": 2,
-    }
-    said = [f"--option={name}={value}" for name, value in options.items()]
-    _, env = environment()
-    command = [sys.executable, "-m", "unidist", "run", "--backend=horovod", "--nproc=2", *said, str(script)]
-    finish(start(command, {**env, "PYTHONPATH": str(ROOT)}))
-    text = (tmp_path / "timeline.json").read_text()
+    timeline = tmp_path / "timeline.json"
+    finish(launch(tmp_path, script, framework="torch", timeline=timeline, fusion_threshold_mb=8, cycle_time_ms=2))
+    text = timeline.read_text()
     names = {event["args"]["name"] for event in json.loads(text) if "name" in event.get("args", {})}
-    assert any("gradients of model 1" in name for name in names), names
+    assert any("gradients of model 1, weight to bias" in name for name in names), names
     assert "MEMCPY_IN_FUSION_BUFFER" in text
+
+
+@pytest.mark.parametrize(("framework", "names"), [("torch", "gradients of model 1"), ("mxnet", "gradient 0")])
+def test_stall_is_told_with_ranks_and_names(framework, names, tmp_path):
+    """Rank 1 is busy elsewhere while rank 0 waits for its gradients."""
+    script = (
+        "import time, unidist\n"
+        f"from unidist_{framework} import zoo\n"
+        "from unidist.testing.reference import data\n"
+        "with unidist.Strategy() as strategy:\n"
+        "    model, optimizer = strategy.prepare(zoo.mlp(), unidist.SGD(0.1))\n"
+        "    step = strategy.train_step(model, optimizer, zoo.cross_entropy)\n"
+        "    for number, (x, y) in enumerate(strategy.loader(data(32), per_device_batch=4)):\n"
+        "        if strategy.rank == 1 and number == 2:\n"
+        "            time.sleep(100)\n"
+        "        strategy.mean(step(x, y))\n"
+    )
+    job = launch(tmp_path, script, framework=framework, stall_warning=1)
+    waiting = next((line for line in job.stdout if names in line), None)
+    job.terminate()
+    rest, _ = job.communicate(timeout=60)
+    assert waiting is not None, rest
+    assert waiting.startswith("[worker 0] 1: ["), waiting  # rank 0 says that rank 1 is missing
 
 
 # -- options and builds --------------------------------------------------------------------------------------------
