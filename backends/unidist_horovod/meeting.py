@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from unidist_horovod import HorovodOptions
 from unidist_horovod.rendezvous import Rendezvous, is_served, tell_everyone, wait_until_served
 
 LEAST_TIMEOUT = 30  # seconds: Horovod's own
+COURTESY = 1.0  # seconds: whoever failed shall end first, because horovodrun and mpirun name the first as the cause
 GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # a build that has MPI too would take that
 
 
@@ -103,7 +105,10 @@ def translated(what: str, rank: int, internal_error: type[Exception]) -> Iterato
         text = str(error).strip().partition("\n")[0]
         if text.startswith("Mismatched") or "Invalid" in text:
             raise RanksDisagree(f"{what}: {text}") from error
-        raise PeerFailed(f"rank {rank} lost another rank during {what}: {text.partition('. ')[0]}") from error
+        time.sleep(COURTESY)
+        raise PeerFailed(
+            f"rank {rank} lost another rank during {what}: {text.partition('. ')[0]}; see its error, or Horovod's lines"
+        ) from error
 
 
 # -- what Horovod is told ------------------------------------------------------------------------------------------

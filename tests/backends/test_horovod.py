@@ -107,6 +107,18 @@ def test_horovodrun():
     assert "from horovod (HOROVOD_RANK is set)" in output
 
 
+def test_horovodrun_names_the_rank_that_failed():
+    """Not the one that lost it."""
+    python, env = environment()
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]), "UNIDIST_BACKEND": "horovod"}
+    launcher = [python, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
+    job = start([*launcher, python, "-m", "unidist.testing.scenario", "raises"], env)
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 1, output
+    assert "[1]<stderr>:RuntimeError: the victim's own error" in output
+    assert "Process name: 1\nExit code: 1" in output, output
+
+
 def test_variables_set_by_hand():
     """Nobody serves the meeting place: rank 0 does."""
     python, env = environment()
