@@ -86,6 +86,11 @@ class TorchOverHorovod(TorchModels):
     # -- models
 
     def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
+        if hasattr(optimizer, "skip_synchronize"):  # its class is made for each, and has the name of the one inside
+            raise UsageError(
+                "this optimizer was wrapped by hvd.DistributedOptimizer, which would average gradients a second time: "
+                "pass the torch.optim one as it is"
+            )
         model, optimizer = self.ready(model, optimizer, features, self._differentiable_sum)
         with self._translated("prepare"):
             self._same_start(model)

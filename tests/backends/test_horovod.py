@@ -146,16 +146,23 @@ def launch(tmp_path: Path, script: str, **options: object) -> subprocess.Popen:
 
 
 def test_timeline_and_fusion(tmp_path):
-    """The timeline names the gradients of the model, and tells that they were joined."""
+    """The timeline names the gradients of the model, and tells that they were joined. An optimizer that joins them by
+    itself is refused."""
     script = (
-        "import numpy as np, torch, unidist\n"
+        "import horovod.torch as hvd, numpy as np, torch, unidist\n"
         "with unidist.Strategy() as strategy:\n"
-        "    model, optimizer = strategy.prepare(torch.nn.Linear(4, 2), unidist.SGD(0.1))\n"
+        "    net = torch.nn.Linear(4, 2)\n"
+        "    model, optimizer = strategy.prepare(net, unidist.SGD(0.1))\n"
         "    step = strategy.train_step(model, optimizer, lambda m, x: m(x).mean())\n"
         "    [step(x) for x in strategy.loader(np.ones((16, 4), np.float32), per_device_batch=4)]\n"
+        "    try:\n"
+        "        strategy.prepare(net, hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1)))\n"
+        "    except unidist.UnidistError as error:\n"
+        "        print(error)\n"
     )
     timeline = tmp_path / "timeline.json"
-    finish(launch(tmp_path, script, framework="torch", timeline=timeline, fusion_threshold_mb=8, cycle_time_ms=2))
+    job = launch(tmp_path, script, framework="torch", timeline=timeline, fusion_threshold_mb=8, cycle_time_ms=2)
+    assert finish(job).count("average gradients a second time") == 2
     text = timeline.read_text()
     names = {event["args"]["name"] for event in json.loads(text) if "name" in event.get("args", {})}
     assert any("gradients of model 1, weight to bias" in name for name in names), names
