@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +95,8 @@ class Meeting:
         leaving = threading.Thread(target=self._hvd.shutdown, daemon=True)  # it may wait for peers
         leaving.start()
         leaving.join(timeout=2.0)
+        if "Horovod has been shut down" in str(sys.exc_info()[1]):  # by another rank, which is about to end
+            time.sleep(COURTESY)
 
 
 @contextlib.contextmanager
@@ -105,7 +108,6 @@ def translated(what: str, rank: int, internal_error: type[Exception]) -> Iterato
         text = str(error).strip().partition("\n")[0]
         if text.startswith("Mismatched") or "Invalid" in text:
             raise RanksDisagree(f"{what}: {text}") from error
-        time.sleep(COURTESY)
         raise PeerFailed(
             f"rank {rank} lost another rank during {what}: {text.partition('. ')[0]}; see its error, or Horovod's lines"
         ) from error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,10 @@ from unidist.errors import BackendUnavailable, CommunicationError, RanksMissing,
 from unidist.launch.environments import interpreter_for
 from unidist.testing import Configuration, conformance, run
 from unidist.testing.suite import resume
+from unidist.world import World
+from unidist_horovod import HorovodOptions
 from unidist_horovod.backend import built_for, choose
+from unidist_horovod.meeting import Meeting
 from unidist_horovod.rendezvous import Rendezvous, tell_everyone, wait_until_served
 
 TORCH, MXNET = "unidist_torch.zoo", "unidist_mxnet.zoo"
@@ -246,6 +250,26 @@ def test_native_libraries_tell_what_a_build_is_for(tmp_path, monkeypatch):
     assert built_for() == []
     (tmp_path / "horovod" / "mxnet" / "mpi_lib.cpython-311-x86_64-linux-gnu.so").touch()
     assert built_for() == ["mxnet"]
+
+
+@pytest.mark.parametrize(("source", "controller"), [("openmpi", None), ("none", "gloo")])
+def test_a_build_with_mpi_uses_it_under_mpirun_only(source, controller, monkeypatch):
+    """Seen through what such a build is told: the suite has none, because it takes Open MPI's headers to make one."""
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(__version__="0.28.1"))
+    told = {}
+    build = SimpleNamespace(
+        is_initialized=lambda: False,
+        mpi_built=lambda: True,
+        mpi_enabled=lambda: source == "openmpi",
+        gloo_built=lambda: True,
+        init=lambda: told.update(os.environ),
+        rank=lambda: 0,
+        size=lambda: 1,
+    )
+    Meeting(build, lambda: None, World(0, 1, source=source), HorovodOptions(cycle_time_ms=2), 30.0)
+    assert (told.get("HOROVOD_CONTROLLER"), told.get("HOROVOD_CPU_OPERATIONS")) == (controller, controller)
+    assert told["HOROVOD_CYCLE_TIME"] == "2"
+    assert "HOROVOD_CYCLE_TIME" not in os.environ
 
 
 # -- the meeting place ---------------------------------------------------------------------------------------------
