@@ -24,7 +24,7 @@ def gradients_of(model: Any, name: str, compression: Any) -> Gradients:
 class Gradients:
     """`name`, and the names of parameters, are what Horovod's timeline and its warnings of a stall will show.
 
-    They travel as a group: one by one, each under the name of its parameter, many small ones take half as long again.
+    They travel as a group, which Horovod numbers: one by one, each under its parameter's name, many take longer.
     """
 
     def __init__(self, model: Any, name: str) -> None:
