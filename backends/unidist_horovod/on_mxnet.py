@@ -1,12 +1,10 @@
 """Gluon models over Horovod behind the contract of `unidist.backend`.
 
-All but the communication is that of the mxnet backend, which speaks to its KVStore and its exchange of small values
-through the two classes here.
+The models are the mxnet backend's; the two carriers that they ask for are here.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,8 +22,7 @@ from unidist_horovod import HorovodOptions, plugin
 from unidist_horovod.meeting import Meeting, translated
 from unidist_mxnet import plugin as mxnet
 from unidist_mxnet.arrays import from_numpy
-from unidist_mxnet.backend import MxnetBackend
-from unidist_mxnet.devices import pick_contexts
+from unidist_mxnet.models import MxnetModels
 
 REDUCE = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 PROMISED: Capabilities = replace(
@@ -39,20 +36,16 @@ PROMISED: Capabilities = replace(
 )
 
 
-class MxnetOverHorovod(MxnetBackend):
+class MxnetOverHorovod(MxnetModels):
     capabilities = PROMISED
 
     def __init__(self, world: World, options: HorovodOptions, device: str | None, timeout: float) -> None:
-        self.options, self.version = options, f"on mxnet {mx.__version__}"
-        contexts = pick_contexts(device, 1, mx.context.num_gpus(), world)
-        self._contexts = [mx.Context(kind, index) for kind, index in contexts]
-        self.device, self.devices = str(self._contexts[0]), 1
+        super().__init__(world, options, device)
         self._meeting = Meeting(hvd, _barrier, world, options, timeout)
-        self.world, self.transport = self._meeting.world, self._meeting.transport
-        self._trained = weakref.WeakKeyDictionary()
-        self._store = HorovodStore(self.world.rank, self.world.world_size)
-        self._exchange = HorovodExchange(self.world.rank, self.world.world_size)
-        self._rank_0_leads, self._server_memory = True, []
+        self.world = self._meeting.world
+        self.transport, self.version = self._meeting.transport, f"on mxnet {mx.__version__}"
+        size = self.world.world_size
+        self.carry_by(HorovodStore(size), HorovodExchange(self.world.rank, size))
 
     def close(self, failed: bool) -> None:
         if not failed:
@@ -61,16 +54,15 @@ class MxnetOverHorovod(MxnetBackend):
 
 
 class HorovodStore:
-    """What the mxnet backend asks of a KVStore: a sum over ranks by key, and rank 0's values at the start."""
+    """In place of a KVStore."""
 
-    distributed = False  # there are no servers, and no dtype is rounded on the way
+    rounds_dtypes, rank_0_leads = False, True
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, size: int) -> None:
         self.kv = self if size > 1 else None
-        self.rank, self.workers, self._next_key = rank, size, 0
+        self.workers, self._next_key = size, 0
 
     def keys(self, count: int) -> list[int]:
-        """New ones; every rank asks in the same order."""
         first = self._next_key
         self._next_key += count
         return list(range(first, first + count))
@@ -88,15 +80,14 @@ class HorovodStore:
 
 
 class HorovodExchange:
-    """Collectives on numpy arrays and bytes. They are waited for here, so that an error is this operation's."""
+    """In place of the control plane. Everything is waited for here, so that an error is this operation's."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
-    def meet(self, value: Any = None) -> list[Any]:
+    def meet(self) -> None:
         with self._translated("barrier"):
             _barrier()
-        return [value] * self._size
 
     def gather(self, data: bytes) -> list[bytes]:
         if not data:
@@ -123,9 +114,6 @@ class HorovodExchange:
             tensor = from_numpy(carried, mx.cpu())
             result = hvd.allreduce(tensor, op=REDUCE[op], name=f"all_reduce {op}").asnumpy().reshape(array.shape)
         return result if array.dtype == np.bool_ and op == "sum" else result.astype(array.dtype)
-
-    def close(self) -> None:
-        pass
 
     def _translated(self, what: str) -> AbstractContextManager[None]:
         return translated(what, self._rank, mx.MXNetError)

@@ -20,7 +20,7 @@ def contestants(strategy):
     y = numbers.randint(0, CLASSES, SAMPLES).astype(np.float32)
     share = slice(strategy.rank, None, strategy.world_size)
     dataset = gluon.data.ArrayDataset(mx.nd.array(x[share]), mx.nd.array(y[share]))
-    store = strategy._backend._store.kv  # MXNet hangs with two distributed stores in one process: share it
+    store = strategy._backend.store.kv  # MXNet hangs with two distributed stores in one process: share it
 
     def data_loader():
         return gluon.data.DataLoader(dataset, BATCH, shuffle=True, last_batch="discard")
@@ -34,7 +34,7 @@ def contestants(strategy):
         kvstore=store,
         update_on_kvstore=side if store is not None else None,
     )
-    reserved = strategy._backend._store.keys(len(trainer._params))
+    reserved = strategy._backend.store.keys(len(trainer._params))
     assert reserved[0] == 0, "a Trainer counts its keys from 0: unidist's must come after"
     ready = mx.io.NDArrayIter(x[share], y[share], batch_size=BATCH, shuffle=True, last_batch_handle="discard")
     batches, ready_batches = endless(data_loader()), endless_io(ready)

@@ -1,109 +1,224 @@
-"""What is asked of a Gluon block and of an optimizer before training, and how a batch is split over devices."""
+"""Gluon models, optimizers and their steps, whatever carries the gradients: what every backend on MXNet shares."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import mxnet as mx
-from mxnet import gluon, nd
+import numpy as np
+from mxnet import autograd, nd
 
-from unidist import OptimizerSpec
-from unidist.errors import StateError, UsageError
-
-
-def check_model(model: Any) -> None:
-    if not isinstance(model, gluon.Block):
-        raise UsageError(f"the mxnet backend prepares a gluon.Block, not a {type(model).__name__}")
-    for name, each in collect(model).items():
-        if each._data is None and not each._deferred_init:
-            raise UsageError(f"parameter {name} has no values: call model.initialize(mx.init.Xavier()) first")
-        if each._stype != "default" or each._grad_stype != "default":
-            raise UsageError(
-                f"parameter {name} is sparse, which this backend does not train: use dense ones, such as "
-                "Embedding(…, sparse_grad=False)"
-            )
+from unidist import Backend, Features, Update, World
+from unidist.backend import Reduction
+from unidist.data.source import OwnLoader
+from unidist.errors import UsageError
+from unidist_mxnet import loading
+from unidist_mxnet.arrays import from_numpy, kind_like
+from unidist_mxnet.blocks import check_model, check_optimizer, collect, is_deferred, split
+from unidist_mxnet.carriers import GradientStore, ValueExchange
+from unidist_mxnet.devices import pick_contexts
+from unidist_mxnet.optimizers import from_spec
+from unidist_mxnet.trained import Trained, UpdatedByWorker
 
 
-def collect(model: Any) -> dict[str, Any]:
-    """Parameters by their place in the model ("0.weight"), which does not depend on how many were made before."""
-    return model._collect_params_with_prefix()
+class MxnetModels(Backend):
+    """All of the contract but meeting and leaving."""
 
+    framework = "mxnet"
 
-def is_deferred(parameter: Any) -> bool:
-    return parameter._data is None
+    def __init__(self, world: World, options: Any, device: str | None, devices: int | list[str] = 1) -> None:
+        self.world, self.options, self.version = world, options, mx.__version__
+        contexts = pick_contexts(device, devices, mx.context.num_gpus(), world)
+        self._contexts = [mx.Context(kind, index) for kind, index in contexts]
+        self.device, self.devices = ", ".join(map(str, self._contexts)), len(contexts)
+        self._trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
 
+    def carry_by(self, store: GradientStore, exchange: ValueExchange) -> None:
+        """To be called once the ranks have met, before anything below."""
+        self.store, self.exchange = store, exchange
 
-def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimizer.Optimizer | None:
-    """The mx.optimizer inside, None for a spec. One made for another copy of the model would move nothing."""
-    if optimizer is None or isinstance(optimizer, OptimizerSpec):
-        return None
-    if isinstance(optimizer, mx.optimizer.Optimizer):
-        return optimizer
-    if not isinstance(optimizer, gluon.Trainer):
-        raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW, an mx.optimizer one, or a "
-            "gluon.Trainer"
-        )
-    if optimizer._kv_initialized:
-        raise StateError("this Trainer has made steps already: pass it to prepare() before its first one")
-    ours = {id(each) for each in parameters.values()}
-    strangers = sum(id(each) not in ours for each in optimizer._params)
-    if strangers:
-        raise UsageError(
-            f"{strangers} of the Trainer's {len(optimizer._params)} parameters are not the model's: make it from this "
-            "model's collect_params()"
-        )
-    held = {id(each) for each in optimizer._params}
-    for each in parameters.values():
-        if each.grad_req != "null" and id(each) not in held:
-            raise UsageError(
-                f"the Trainer does not hold the model's parameter {each.name}: set its grad_req to 'null' to freeze "
-                "it, or make the Trainer from all of collect_params()"
-            )
-    for name in ("step", "update", "allreduce_grads"):
-        setattr(optimizer, name, _refuse(name))
-    return optimizer._optimizer
+    # -- tensors
 
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, nd.NDArray)
 
-def _refuse(name: str) -> Any:
-    def refused(*_: Any, **__: Any) -> None:
-        raise StateError(
-            f"Trainer.{name}() would train this worker alone: it was given to prepare(), so use train_step or "
-            "strategy.step(trainer)"
-        )
+    def to_numpy(self, tensor: nd.NDArray) -> np.ndarray:
+        return np.asarray(tensor.asnumpy())
 
-    return refused
+    def from_numpy(self, array: np.ndarray) -> nd.NDArray:
+        return from_numpy(array, self._contexts[0])
 
+    # -- collectives
 
-def split(batch: Sequence[Any], contexts: Sequence[mx.Context]) -> Iterator[tuple[float, Sequence[Any]]]:
-    """For each device that gets any rows: its share of them, and its part of the batch."""
-    rows = next((len(each) for each in _leaves(batch)), None)
-    if rows is None:
-        raise UsageError("the batch holds no array that could be split over the devices")
-    base, larger = divmod(rows, len(contexts))
-    begin = 0
-    for n, context in enumerate(contexts):
-        end = begin + base + (n < larger)
-        if end > begin:
-            yield (end - begin) / rows, _part(batch, rows, begin, end, context)
-        begin = end
+    def all_reduce(self, tensor: nd.NDArray, op: Reduction) -> nd.NDArray:
+        return kind_like(tensor, self.exchange.reduce(tensor.asnumpy(), op))
 
+    def all_gather(self, tensor: nd.NDArray) -> list[nd.NDArray]:
+        mine = tensor.asnumpy()
+        parts = self.exchange.gather(mine.tobytes())
+        return [kind_like(tensor, np.frombuffer(each, mine.dtype).reshape(mine.shape)) for each in parts]
 
-def _leaves(value: Any) -> Iterator[nd.NDArray]:
-    if isinstance(value, nd.NDArray) and value.shape:
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
+    def broadcast(self, tensor: nd.NDArray, source: int) -> nd.NDArray:
+        mine = tensor.asnumpy()
+        data = self.exchange.broadcast(mine.tobytes(), source)
+        return kind_like(tensor, np.frombuffer(data, mine.dtype).reshape(mine.shape))
 
+    def barrier(self) -> None:
+        self.exchange.meet()
 
-def _part(value: Any, rows: int, begin: int, end: int, context: mx.Context) -> Any:
-    if isinstance(value, nd.NDArray):
-        rowwise = value.shape and value.shape[0] == rows
-        return (value[begin:end] if rowwise else value).as_in_context(context)
-    if isinstance(value, dict):
-        return {key: _part(each, rows, begin, end, context) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_part(each, rows, begin, end, context) for each in value)
-    return value
+    # -- models
+
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
+        check_model(model)
+        parameters = collect(model)
+        trainable = [each for each in parameters.values() if each.grad_req != "null"]
+        if optimizer is not None and not trainable:
+            raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
+        native = check_optimizer(optimizer, parameters)
+        for each in parameters.values():
+            if each.list_ctx() != self._contexts:
+                each.reset_ctx(self._contexts)
+        alone = features.local or self.capabilities.lockstep is not True
+        carried = (parameters, self.store, self.exchange, 1 if alone else self.world.world_size)
+        trained, optimizer = self.make_trained(carried, optimizer, native)
+        self._trained[model] = trained
+        if any(is_deferred(each) for each in parameters.values()):
+            self._start_at_first_call(model, trained)
+        else:
+            self.start_training(trained)
+        return model, optimizer
+
+    def make_trained(self, carried: tuple[Any, ...], optimizer: Any, native: Any) -> tuple[Trained, Any]:
+        """What trains the model, and the optimizer as the user holds it. `carried` is what a Trained is made of,
+        `native` the mx.optimizer one inside `optimizer`, None for a spec."""
+        if optimizer is None:
+            return Trained(*carried), None
+        trained = UpdatedByWorker(*carried)
+        each = [from_spec(optimizer) for _ in self._contexts] if native is None else [native]
+        trained.use(each)
+        if isinstance(optimizer, mx.gluon.Trainer):
+            optimizer._updaters = trained.updaters  # so that its own save_states finds them
+        return trained, each[0] if native is None else optimizer
+
+    def start_training(self, trained: Trained) -> None:
+        """All shapes are known, now or with the first data."""
+        trained.start()
+
+    def _start_at_first_call(self, model: Any, trained: Trained) -> None:
+        """Some shapes are known only when data comes. All ranks get there together, and have one model after it."""
+
+        def first(block: Any, inputs: Sequence[Any]) -> None:
+            handle.detach()
+            with autograd.pause(train_mode=False):
+                block.forward(*inputs)
+            self.start_training(trained)
+
+        handle = model.register_forward_pre_hook(first)
+
+    def unwrap(self, model: Any) -> Any:
+        return model
+
+    def state(self, model: Any) -> Mapping[str, nd.NDArray]:
+        check_model(model)
+        return {name: each.list_data()[0] for name, each in collect(model).items() if not is_deferred(each)}
+
+    def load_state(self, model: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        parameters = collect(model)
+        for name, array in arrays.items():
+            each = parameters[name]
+            each.set_data(nd.array(array, dtype=each.dtype))
+        if model in self._trained:
+            self._trained[model].values_changed(self.world.rank == 0)
+
+    def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
+        return self._trained[model].optimizer_state()
+
+    def load_optimizer_state(
+        self, model: Any, optimizer: Any, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        self._trained[model].load_optimizer_state(arrays, values)
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        # MXNet's generators can be seeded, not read. So both this run and a resumed one go on from a drawn seed.
+        seed = int(mx.nd.random.randint(0, 2**31 - 1, dtype="int32").asscalar())
+        mx.random.seed(seed)
+        return {"mxnet": np.array([seed])}
+
+    def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if "mxnet" in arrays:
+            mx.random.seed(int(arrays["mxnet"][0]))
+
+    def clear_gradients(self, model: Any) -> None:
+        trained = self._trained[model]
+        if trained.adding:  # else the next backward overwrites them
+            trained.clear()
+
+    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
+        if model not in self._trained:
+            raise UsageError("average: this model was not returned by prepare()")
+        self._trained[model].average(what, self.world.world_size)
+
+    @contextmanager
+    def evaluate(self, model: Any) -> Iterator[None]:
+        self._even_out(model)
+        with autograd.pause(train_mode=False):
+            yield
+
+    def _even_out(self, model: Any) -> None:
+        """Running statistics differ between ranks and devices, in dist_async all parameters do. Evaluation must not."""
+        if model in self._trained:
+            self._trained[model].even_out()
+        held = [each for each in collect(model).values() if each.grad_req == "null" and not is_deferred(each)]
+        if not held or (self.world.world_size == 1 and self.devices == 1):
+            return
+        values = [each.list_data()[0].asnumpy() for each in held]
+        data = self.exchange.broadcast(b"".join(value.tobytes() for value in values), 0)
+        for each, value in zip(held, values, strict=True):
+            own, data = data[: value.nbytes], data[value.nbytes :]
+            each.set_data(nd.array(np.frombuffer(own, value.dtype).reshape(value.shape), dtype=value.dtype))
+
+    # -- a training step
+
+    def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
+        self._trained[model].open(sync)
+        return autograd.record()
+
+    def backward(self, model: Any, loss: nd.NDArray, weight: float) -> None:
+        self._trained[model].backward([loss], [weight])
+
+    def apply(self, model: Any, optimizer: Any, update: Update) -> None:
+        self._trained[model].apply(update)
+
+    def train_step(
+        self, model: Any, optimizer: Any, loss_fn: Callable[..., nd.NDArray], compile: bool
+    ) -> Callable[[Sequence[Any], float, bool, Update | None], nd.NDArray]:
+        if compile:
+            if not isinstance(model, mx.gluon.HybridBlock):
+                raise UsageError(f"compile=True hybridizes, and {type(model).__name__} is no gluon.HybridBlock")
+            model.hybridize()
+        if self.devices == 1:
+            return super().train_step(model, optimizer, loss_fn, compile)
+        trained = self._trained[model]
+
+        def run(batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> nd.NDArray:
+            trained.open(sync)
+            with autograd.record():
+                parts = [(share, loss_fn(model, *part)) for share, part in split(batch, self._contexts)]
+            trained.backward([loss for _, loss in parts], [weight * share for share, _ in parts])
+            if update is not None:
+                trained.apply(update)
+            first = self._contexts[0]
+            return sum(loss.as_in_context(first) * share for share, loss in parts)
+
+        return run
+
+    # -- the framework's own data loaders
+
+    def open_loader(self, loader: object) -> OwnLoader | None:
+        return loading.open_loader(loader)
+
+    def read_batches(self, source: OwnLoader, batches: Any) -> AbstractContextManager[Iterator[Any]]:
+        return loading.read_batches(source, batches, self._contexts[0])

@@ -93,8 +93,16 @@ class UpdatedByServer(Trained):
         for n, key in enumerate(self.keys):
             self._store.kv.pull(key, out=[weights[n] for weights in self.weights])
 
-    def push_values(self, rank_0: bool) -> None:
-        """Make the servers hold what this model holds on rank 0. Every worker calls it."""
+    def even_out(self) -> None:
+        if self._asynchronous:
+            nd.waitall()  # what we sent has been applied when its answer is here
+            self._exchange.meet()
+            self.pull()
+            nd.waitall()
+            self._exchange.meet()
+
+    def values_changed(self, rank_0: bool) -> None:
+        """Make the servers hold what this model holds on rank 0."""
         nd.waitall()
         self._exchange.meet()
         if rank_0:

@@ -36,7 +36,8 @@ class Store:
             self.name = "dist_sync" if "DMLC_ROLE" in os.environ else "local"
         self.distributed = self.name.startswith("dist")
         self.workers = world.world_size if self.distributed else 1
-        self.rank, self._next_key = 0, 0
+        self.rank, self.rank_0_leads, self._next_key = 0, True, 0
+        self.rounds_dtypes = self.distributed
         self._compressed = options.compression != "none"
         self._lookout: Lookout | None = None
         self.kv: Any = None

@@ -11,17 +11,16 @@ from mxnet import autograd, nd
 
 from unidist.backend import Update
 from unidist.errors import UsageError
-from unidist_mxnet.exchange import Exchange
+from unidist_mxnet.carriers import GradientStore, ValueExchange
 from unidist_mxnet.optimizers import set_rate
 from unidist_mxnet.saved import restore_state, saved_state
-from unidist_mxnet.store import Store
 
 
 class Trained:
     """Gradients are the mean over ranks as soon as `backward` has synchronised them: losses are divided beforehand,
     so that the sum, which is all a KVStore knows, is the mean."""
 
-    def __init__(self, parameters: dict[str, Any], store: Store, exchange: Exchange, divisor: int) -> None:
+    def __init__(self, parameters: dict[str, Any], store: GradientStore, exchange: ValueExchange, divisor: int) -> None:
         names = {id(each): name for name, each in reversed(parameters.items())}  # a shared one counts once
         self.parameters = [each for name, each in parameters.items() if names[id(each)] == name]
         self.trainable = [each for each in self.parameters if each.grad_req != "null"]
@@ -33,17 +32,17 @@ class Trained:
 
     # -- the start ---------------------------------------------------------------------------------------------
 
-    def start(self, rank_0_leads: bool) -> None:
+    def start(self) -> None:
         """All parameters have their shapes now: make every rank equal to rank 0 and give the store its keys."""
         store = self._store
-        if store.distributed:
+        if store.rounds_dtypes:
             for each in self.trainable:
                 if each.dtype not in (np.float32, np.float16, "float32", "float16"):
                     raise UsageError(
                         f"parameter {each.name} is {np.dtype(each.dtype)}, which a distributed KVStore rounds to "
                         "float32 without a word: call model.cast('float32') first"
                     )
-        plain = [each for each in self.parameters if np.dtype(each.dtype) == np.float32] if rank_0_leads else []
+        plain = [each for each in self.parameters if np.dtype(each.dtype) == np.float32] if store.rank_0_leads else []
         for each in self.parameters:
             if each not in plain:
                 value = each.list_data()[0].asnumpy()
@@ -66,6 +65,12 @@ class Trained:
 
     def before_start(self) -> None:
         """The servers can be told something before the first value reaches them."""
+
+    def values_changed(self, rank_0: bool) -> None:
+        """The model was given other values, the same on every rank."""
+
+    def even_out(self) -> None:
+        """Make the parameters of all ranks equal, where a step may leave them different."""
 
     def take_arrays(self) -> None:
         """weights[device][n] and gradients[device][n]; asking Gluon in each step would cost more than the update."""

@@ -1,0 +1,109 @@
+"""What is asked of a Gluon block and of an optimizer before training, and how a batch is split over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import mxnet as mx
+from mxnet import gluon, nd
+
+from unidist import OptimizerSpec
+from unidist.errors import StateError, UsageError
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, gluon.Block):
+        raise UsageError(f"the mxnet backend prepares a gluon.Block, not a {type(model).__name__}")
+    for name, each in collect(model).items():
+        if each._data is None and not each._deferred_init:
+            raise UsageError(f"parameter {name} has no values: call model.initialize(mx.init.Xavier()) first")
+        if each._stype != "default" or each._grad_stype != "default":
+            raise UsageError(
+                f"parameter {name} is sparse, which this backend does not train: use dense ones, such as "
+                "Embedding(…, sparse_grad=False)"
+            )
+
+
+def collect(model: Any) -> dict[str, Any]:
+    """Parameters by their place in the model ("0.weight"), which does not depend on how many were made before."""
+    return model._collect_params_with_prefix()
+
+
+def is_deferred(parameter: Any) -> bool:
+    return parameter._data is None
+
+
+def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimizer.Optimizer | None:
+    """The mx.optimizer inside, None for a spec. One made for another copy of the model would move nothing."""
+    if optimizer is None or isinstance(optimizer, OptimizerSpec):
+        return None
+    if isinstance(optimizer, mx.optimizer.Optimizer):
+        return optimizer
+    if not isinstance(optimizer, gluon.Trainer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW, an mx.optimizer one, or a "
+            "gluon.Trainer"
+        )
+    if optimizer._kv_initialized:
+        raise StateError("this Trainer has made steps already: pass it to prepare() before its first one")
+    ours = {id(each) for each in parameters.values()}
+    strangers = sum(id(each) not in ours for each in optimizer._params)
+    if strangers:
+        raise UsageError(
+            f"{strangers} of the Trainer's {len(optimizer._params)} parameters are not the model's: make it from this "
+            "model's collect_params()"
+        )
+    held = {id(each) for each in optimizer._params}
+    for each in parameters.values():
+        if each.grad_req != "null" and id(each) not in held:
+            raise UsageError(
+                f"the Trainer does not hold the model's parameter {each.name}: set its grad_req to 'null' to freeze "
+                "it, or make the Trainer from all of collect_params()"
+            )
+    for name in ("step", "update", "allreduce_grads"):
+        setattr(optimizer, name, _refuse(name))
+    return optimizer._optimizer
+
+
+def _refuse(name: str) -> Any:
+    def refused(*_: Any, **__: Any) -> None:
+        raise StateError(
+            f"Trainer.{name}() would train this worker alone: it was given to prepare(), so use train_step or "
+            "strategy.step(trainer)"
+        )
+
+    return refused
+
+
+def split(batch: Sequence[Any], contexts: Sequence[mx.Context]) -> Iterator[tuple[float, Sequence[Any]]]:
+    """For each device that gets any rows: its share of them, and its part of the batch."""
+    rows = next((len(each) for each in _leaves(batch)), None)
+    if rows is None:
+        raise UsageError("the batch holds no array that could be split over the devices")
+    base, larger = divmod(rows, len(contexts))
+    begin = 0
+    for n, context in enumerate(contexts):
+        end = begin + base + (n < larger)
+        if end > begin:
+            yield (end - begin) / rows, _part(batch, rows, begin, end, context)
+        begin = end
+
+
+def _leaves(value: Any) -> Iterator[nd.NDArray]:
+    if isinstance(value, nd.NDArray) and value.shape:
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+
+
+def _part(value: Any, rows: int, begin: int, end: int, context: mx.Context) -> Any:
+    if isinstance(value, nd.NDArray):
+        rowwise = value.shape and value.shape[0] == rows
+        return (value[begin:end] if rowwise else value).as_in_context(context)
+    if isinstance(value, dict):
+        return {key: _part(each, rows, begin, end, context) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_part(each, rows, begin, end, context) for each in value)
+    return value

@@ -1,0 +1,47 @@
+"""What carries gradients and everything else between ranks, as models see it: a KVStore and the control plane, or
+whatever else can do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from mxnet import nd
+
+from unidist.backend import Reduction
+
+
+class GradientStore(Protocol):
+    """A sum over ranks by key. All of it may return before it is done, as all of MXNet."""
+
+    kv: Any  # None: nothing has to be exchanged
+    workers: int
+    rounds_dtypes: bool  # only float32 and float16 get through unharmed
+    rank_0_leads: bool  # whether `start` spreads the values of rank 0; a KVStore may number the workers in its own way
+
+    def keys(self, count: int) -> list[int]:
+        """New ones; every rank asks in the same order."""
+
+    def start(self, keys: list[int], arrays: Sequence[nd.NDArray], out: Sequence[Any]) -> None:
+        """Give the keys the first rank's arrays, and everybody these values."""
+
+    def pushpull(self, key: int, values: list[nd.NDArray], out: list[nd.NDArray], priority: int) -> None:
+        """The sum over ranks and devices of `values`, into each of `out`."""
+
+    def sum(self, key: int, array: nd.NDArray, priority: int, exchange: ValueExchange) -> None:
+        """Over ranks, in place."""
+
+
+class ValueExchange(Protocol):
+    """Exact collectives on bytes and numpy arrays, done when they return. Every rank calls the same in the same order,
+    with data of the same size."""
+
+    def meet(self) -> object:
+        """A barrier."""
+
+    def gather(self, data: bytes) -> list[bytes]: ...
+
+    def broadcast(self, data: bytes, source: int) -> bytes: ...
+
+    def reduce(self, array: np.ndarray, op: Reduction) -> np.ndarray: ...
