@@ -1,4 +1,4 @@
-"""Gluon's own DataLoader: what is inside one, and how to read with one in unidist's order."""
+"""Gluon's own DataLoader: what is inside one, and how to read with one in unidist's order. Its iterators: elsewhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from mxnet.gluon.data.dataloader import default_batchify_fn
 from unidist.data.source import OwnLoader, elements_of
 from unidist.errors import UsageError
 from unidist_mxnet.arrays import from_numpy
+from unidist_mxnet.iterators import open_iterator, read_part
 
 
 def open_loader(loader: object) -> OwnLoader | None:
-    if isinstance(loader, mx.io.DataIter):
-        raise UsageError(
-            f"{type(loader).__name__} shares out its data itself: make it with num_parts=strategy.world_size and "
-            "part_index=strategy.rank, and loop over it: step(batch.data[0], batch.label[0])"
-        )
     if not isinstance(loader, DataLoader):
-        return None
+        return open_iterator(loader)
     batches = loader._batch_sampler
     sampler = getattr(batches, "_sampler", None)
     if not isinstance(batches, BatchSampler) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
@@ -45,6 +41,9 @@ def open_loader(loader: object) -> OwnLoader | None:
 
 @contextmanager
 def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, context: mx.Context) -> Iterator[Any]:
+    if source.parted:
+        yield read_part(source, context)
+        return
     collate = source.collate or default_batchify_fn
     if collate is mx.gluon.data.dataloader.default_mp_batchify_fn:  # made for processes; here threads read
         collate = default_batchify_fn
@@ -66,7 +65,7 @@ def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, con
 
 def _stream(source: OwnLoader, collate: Any) -> Iterator[Any]:
     assert source.stream is not None
-    skip, batch, share = source.stream
+    skip, batch, share, _ = source.stream
     waiting = []
     for element in elements_of(source.dataset, skip=skip, batch=batch, share=share, worker=0, workers=1):
         waiting.append(element)

@@ -61,7 +61,7 @@ def read_batches(source: OwnLoader, batches, device):
     if batches is not None:
         loader = DataLoader(source.dataset, batch_sampler=batches, **settings)
     else:
-        skip, batch, share = source.stream
+        skip, batch, share, _ = source.stream
         settings["collate_fn"] = _Counted(source.collate or default_collate)
         loader = DataLoader(_Part(source.dataset, skip, batch, share), batch_size=len(share), **settings)
     reading = iter(loader)

@@ -58,9 +58,9 @@ def make_loader(
             pin_memory=pin_memory,
             collate=collate,
         )
-        own, batch = replace(found, keep_float64=keep_float64), batch_of(found.batch_size)
-        shuffle, tail = found.shuffle, "drop" if found.drop_last else "keep"
         seed = seed if found.seed is None else found.seed
+        own, batch = replace(found, keep_float64=keep_float64, seed=seed), batch_of(found.batch_size)
+        shuffle, tail = found.shuffle, "drop" if found.drop_last else "keep"
     elif is_arrays(data):
         _refuse_given(
             "arrays are gathered without worker processes", workers=workers or None, pin_memory=pin_memory or None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,15 @@ class Source(Protocol):
         """The batches of every step of the plan, for this rank, on the device."""
 
 
+class Share(NamedTuple):
+    """What is left to this rank in a pass over iterable data."""
+
+    skip: int  # elements that were consumed before a resume, by all ranks
+    batch: int  # elements in a global batch
+    places: range  # of this rank in a global batch
+    epoch: int
+
+
 @dataclass(frozen=True)
 class OwnLoader:
     """A data set to be read by the framework's own loader, or what was found inside one that the user made."""
@@ -43,7 +52,8 @@ class OwnLoader:
     seed: int | None = None  # of the user's loader, where it says one
     drop_last: bool = False
     iterable: bool = False
-    stream: tuple[int, int, range] | None = None  # of iterable data: elements to skip, global batch, this rank's share
+    parted: bool = False  # iterable data that gives each rank a part of its own, of any size
+    stream: Share | None = None  # of iterable data, in `read_batches`
 
 
 class DataSetSource:
