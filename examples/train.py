@@ -17,9 +17,9 @@ from unidist.checkpoint import latest
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=48, help="samples in a global batch, over all processes")
-    parser.add_argument("--lr", type=float, default=0.1, help="at the start; it falls in a line to 0")
+    parser.add_argument("--lr", type=float, default=0.05, help="at the start; it falls in a line to 0")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of samples")
     parser.add_argument("--checkpoint", help="folder to save to after each epoch, and to resume from if it holds one")
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
