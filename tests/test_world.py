@@ -49,6 +49,18 @@ HOROVOD: Env = {
     "HOROVOD_CROSS_RANK": "1",
     "HOROVOD_CROSS_SIZE": "2",
 }
+
+
+def mx_config(**changes: object) -> Env:
+    cluster = {
+        "scheduler": [{"url": "job-scheduler-0", "port": 9091}],
+        "server": [{"url": "job-server-0", "port": 9091}],
+        "worker": [{"url": "job-worker-0", "port": 9091}, {"url": "job-worker-1", "port": 9091}],
+    }
+    config = {"cluster": cluster, "labels": dict.fromkeys(cluster, ""), "task": {"type": "worker", "index": 1}}
+    return {"MX_CONFIG": json.dumps({**config, **changes})}
+
+
 DMLC: Env = {
     "DMLC_ROLE": "worker",
     "DMLC_PS_ROOT_URI": "127.0.0.1",
@@ -56,6 +68,7 @@ DMLC: Env = {
     "DMLC_NUM_SERVER": "1",
     "DMLC_NUM_WORKER": "2",
 }
+MXJOB: Env = {**DMLC, "DMLC_PS_ROOT_URI": "job-scheduler-0", "DMLC_USE_KUBERNETES": "1", **mx_config()}
 OPENMPI: Env = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -136,6 +149,28 @@ FOUND: dict[str, tuple[Env, dict[str, Any]]] = {
         {"rank": 1, "local_rank": 0, "node_rank": 1, "num_nodes": 2},
     ),
     "an MXNet scheduler": (DMLC | {"DMLC_ROLE": "scheduler"}, {"rank": -1, "role": "scheduler"}),
+    "a worker of MXNet's launch.py, local": (
+        DMLC | {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_TASK_ID": "1", "DMLC_JOB_CLUSTER": "local"},
+        {"rank": 1, "local_rank": 1, "local_world_size": 2, "num_nodes": 1},
+    ),
+    "a server of MXNet's launch.py, numbered after the workers": (
+        DMLC | {"DMLC_ROLE": "server", "DMLC_TASK_ID": "2", "DMLC_JOB_CLUSTER": "local"},
+        {"rank": -1, "role": "server"},
+    ),
+    "a worker of an MXJob": (
+        MXJOB,
+        {
+            "rank": 1,
+            "local_rank": 0,
+            "node_rank": 1,
+            "num_nodes": 2,
+            "reason": "DMLC_ROLE is worker and MX_CONFIG is set",
+        },
+    ),
+    "a server of an MXJob": (
+        MXJOB | {"DMLC_ROLE": "server"} | mx_config(task={"type": "server", "index": 0}),
+        {"rank": -1, "role": "server"},
+    ),
     "mpirun on one host": (
         OPENMPI,
         {"rank": 1, "local_rank": 1, "local_world_size": 2, "master_addr": "127.0.0.1", "source": "openmpi"},
@@ -252,6 +287,14 @@ REFUSED: dict[str, tuple[Env, list[str]]] = {
     "dmlc, role": (DMLC | {"DMLC_ROLE": "boss"}, ["DMLC_ROLE is 'boss'", "scheduler"]),
     "dmlc, no root": (DMLC | {"DMLC_PS_ROOT_URI": ""}, ["DMLC_PS_ROOT_URI is not set"]),
     "dmlc, no port": (DMLC | {"DMLC_PS_ROOT_PORT": ""}, ["DMLC_PS_ROOT_PORT is not set"]),
+    "mxjob, role": (MXJOB | {"DMLC_ROLE": "server"}, ["DMLC_ROLE", "'server'", "MX_CONFIG says 'worker'"]),
+    "mxjob, workers": (MXJOB | {"DMLC_NUM_WORKER": "3"}, ["DMLC_NUM_WORKER: 3", "MX_CONFIG says 2"]),
+    "mxjob, servers": (MXJOB | {"DMLC_NUM_SERVER": "2"}, ["DMLC_NUM_SERVER: 2", "MX_CONFIG says 1"]),
+    "mxjob, scheduler": (MXJOB | {"DMLC_PS_ROOT_PORT": "1"}, ["DMLC_PS_ROOT_PORT", "job-scheduler-0"]),
+    "mxjob, index": (MXJOB | mx_config(task={"type": "worker", "index": 2}), ["task.index in MX_CONFIG is 2"]),
+    "mxjob, worker id": (MXJOB | {"DMLC_WORKER_ID": "0"}, ["DMLC_WORKER_ID is 0", "MX_CONFIG is 1"]),
+    "mxjob, no task": (MXJOB | {"MX_CONFIG": '{"cluster": {}}'}, ["MX_CONFIG cannot be read", "task"]),
+    "mxjob, no JSON": (MXJOB | {"MX_CONFIG": "worker"}, ["MX_CONFIG cannot be read"]),
     "dmlc, worker id": (DMLC | {"DMLC_WORKER_ID": "2"}, ["DMLC_WORKER_ID is 2", "DMLC_NUM_WORKER is 2"]),
     "mpirun on two hosts, no master": (
         OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},

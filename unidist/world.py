@@ -6,7 +6,7 @@ The first of these that applies wins, and `World.source` and `World.reason` say 
  2. unidist      UNIDIST_RANK, UNIDIST_WORLD_SIZE: `unidist run`
  3. torchrun     TORCHELASTIC_RUN_ID: torchrun, `python -m torch.distributed.launch`
  4. horovod      HOROVOD_RANK: horovodrun with gloo
- 5. dmlc         DMLC_ROLE: MXNet's launch.py, Kubeflow MXJob
+ 5. dmlc         DMLC_ROLE: MXNet's launch.py, Kubeflow MXJob (with MX_CONFIG)
  6. openmpi      OMPI_COMM_WORLD_RANK: mpirun, Kubeflow MPIJob
  7. slurm        SLURM_STEP_ID with the step's sizes: a task of srun, not the batch script
  8. kubeflow     PET_NNODES or PET_NODE_RANK without LOCAL_RANK: a PyTorchJob or TrainJob pod
@@ -19,6 +19,7 @@ An environment that is recognised but partial, or contradicts itself, is an erro
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import zlib
@@ -309,16 +310,43 @@ class _Dmlc:
         addr, port = env.text("DMLC_PS_ROOT_URI"), env.port("DMLC_PS_ROOT_PORT")
         if addr is None:
             raise WorldError("DMLC_PS_ROOT_URI is not set, but DMLC_ROLE is: set it to the scheduler's address")
+        together = env.text("DMLC_JOB_CLUSTER") == "local"  # launch.py --launcher local
+        index = self._mx_config(env, role, addr, port) if "MX_CONFIG" in env else None
         rank = -1  # ps-lite numbers the workers only when they connect
-        if role == "worker" and "DMLC_WORKER_ID" in env:
-            rank, size = env.rank("DMLC_WORKER_ID", "DMLC_NUM_WORKER")
+        if role == "worker":
+            for name in ("DMLC_WORKER_ID", *(["DMLC_TASK_ID"] if together else [])):
+                if rank < 0 and name in env:
+                    rank, size = env.rank(name, "DMLC_NUM_WORKER")
+            if index is not None and rank not in (-1, index):
+                raise WorldError(f"DMLC_WORKER_ID is {rank}, but task.index in MX_CONFIG is {index}: unset one of them")
+            rank = rank if index is None else index
         place: _Place = {"local_rank": -1, "local_world_size": 0, "node_rank": -1, "num_nodes": 0}
         if rank >= 0:
-            place = env.place(rank, size, addr)
-        elif _is_loopback(addr):
+            place = env.place(rank, size, None if together else addr)
+        elif together or _is_loopback(addr):
             place = {"local_rank": -1, "local_world_size": size, "node_rank": 0, "num_nodes": 1}
-        reason = f"DMLC_ROLE is {role}"
+        reason = f"DMLC_ROLE is {role}" + ("" if index is None else " and MX_CONFIG is set")
         return World(rank, size, **place, role=role, **_master(addr, port), source=self.name, reason=reason)
+
+    def _mx_config(self, env: _Variables, role: str, addr: str, port: int) -> int:
+        """The index of this pod among those of its role in a Kubeflow MXJob, whose other variables must agree."""
+        advice = "the Kubeflow operator sets both; unset MX_CONFIG if this is no pod of an MXJob"
+        try:
+            config = json.loads(env.text("MX_CONFIG") or "")
+            replicas = {name: [(each["url"], each["port"]) for each in of] for name, of in config["cluster"].items()}
+            kind, index = config["task"]["type"], config["task"]["index"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WorldError(f"MX_CONFIG cannot be read ({type(error).__name__}: {error}): {advice}") from error
+        for name, said, found in (
+            ("DMLC_ROLE", role, str(kind).lower()),
+            ("DMLC_NUM_WORKER", env.number("DMLC_NUM_WORKER"), len(replicas.get("worker", ()))),
+            ("DMLC_NUM_SERVER", env.number("DMLC_NUM_SERVER"), len(replicas.get("server", ()))),
+            ("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT", [(addr, port)], replicas.get("scheduler", [])),
+        ):
+            if said != found:
+                raise WorldError(f"{name}: {said!r} is set, but MX_CONFIG says {found!r}: {advice}")
+        _check_rank("task.index in MX_CONFIG", index, f"the number of {role}s in it", len(replicas[role]), advice)
+        return int(index)
 
 
 class _OpenMpi:

@@ -124,7 +124,7 @@ def watch_over_nodes(library: ctypes.CDLL, store: ctypes.c_void_p, world: World)
             # Before its first heartbeat a node counts as dead too, hence more than one look.
             missing = [nodes[node] for node, times in seen.items() if times >= MISSES]
             if missing:
-                _leave(f"{' and '.join(missing)} died: no heartbeat for {SILENCE} s", world)
+                _leave(f"{' and '.join(missing)} died: no heartbeat for {SILENCE} s (numbers are ps-lite's)", world)
 
     threading.Thread(target=watch, name="unidist-nodes", daemon=True).start()
 
