@@ -1,0 +1,88 @@
+"""MXNet over several hosts, every process started by hand with MXNet's own variables: scheduler and server on h0, a
+worker on h1 and on h2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+
+from unidist.launch.environments import interpreter_for
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 240.0
+CURVE = [2.232611, 1.444966]  # what torch prints for two epochs from these weights
+
+
+class Cluster:
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._python, self._variables = interpreter_for("mxnet")
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, host: int, role: str, epochs: int, **env: str) -> subprocess.Popen[str]:
+        settings = {
+            **self._variables,
+            "OMP_NUM_THREADS": "1",
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": "10.77.0.1",
+            "DMLC_PS_ROOT_PORT": "9091",
+            "DMLC_NUM_SERVER": "1",
+            "DMLC_NUM_WORKER": "2",
+            **env,
+        }
+        command = [self._python, str(ROOT / "examples" / "train.py"), f"--epochs={epochs}"]
+        self._started.append(self._hosts[host].start(command, env=settings))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def cluster(hosts: Hosts) -> Iterator[Cluster]:
+    made = Cluster(hosts)
+    yield made
+    made.close()
+
+
+def outcome(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    said = [process.communicate(timeout=PATIENCE) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+
+
+def test_three_hosts_train_the_example(cluster: Cluster) -> None:
+    """The second host's worker is rank 0, though ps-lite itself counts the third host's first."""
+    services = [cluster.start(0, "scheduler", 2), cluster.start(0, "server", 2)]
+    workers = [cluster.start(host, "worker", 2, DMLC_WORKER_ID=str(host - 1)) for host in (1, 2)]
+    *_, (_, printed, told), (_, other, _) = ended = outcome(*services, *workers)
+    assert [code for code, *_ in ended] == [0, 0, 0, 0], ended
+    assert [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", printed)] == pytest.approx(CURVE, abs=1e-4)
+    assert "2 processes on 2 nodes" in told
+    assert other == ""
+
+
+def test_a_host_that_dies_ends_the_others(cluster: Cluster, hosts: Hosts) -> None:
+    """The cable of a worker's host is pulled in the middle of training: no goodbye, no reset."""
+    services = [cluster.start(0, "scheduler", 10000), cluster.start(0, "server", 10000)]
+    workers = [cluster.start(host, "worker", 10000, DMLC_WORKER_ID=str(host - 1)) for host in (1, 2)]
+    printed = workers[0].stdout
+    assert printed is not None
+    while "epoch 1" not in (line := printed.readline()):
+        assert line, workers[0].communicate()
+    hosts.cut(2)
+    try:
+        scheduler, server, stayed, lost = outcome(*services, *workers)
+    finally:
+        hosts.heal(2)
+    assert [scheduler[0], server[0], stayed[0], lost[0]] == [1, 1, 1, 1], (scheduler, server, stayed, lost)
+    for _, _, said in (scheduler, server, stayed):
+        assert re.search(r"worker \d died: no heartbeat", said), said
+    assert "the scheduler at 10.77.0.1:9091 is gone" in lost[2]
