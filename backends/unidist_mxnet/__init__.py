@@ -21,6 +21,7 @@ class MxnetOptions:
     compression       "2bit" sends each gradient as -threshold, 0 or +threshold and keeps the rest for the next step
     bigarray_bound    arrays of more elements than this are shared out over the servers
     worker_cores, server_cores    what one of them may use; 0 leaves it open. `--dry-run` adds them up
+    server_memory     GB that one server may use, for the warning that the model does not fit; 0 is what its host has
     """
 
     kvstore: str = "auto"
@@ -33,6 +34,7 @@ class MxnetOptions:
     collective_timeout: float = 1800.0  # seconds that a rank waits inside a collective for the others
     worker_cores: int = 0
     server_cores: int = 0
+    server_memory: float = 0.0
 
     def __post_init__(self) -> None:
         # MXNet looks for parts of the name only: dist_snyc would mean dist_sync to it, without a word.
@@ -41,6 +43,8 @@ class MxnetOptions:
         _one_of("compression", self.compression, ("none", "2bit"))
         _number("compression_threshold", self.compression_threshold, above=0)
         _number("collective_timeout", self.collective_timeout, above=0)
+        if self.server_memory != 0:
+            _number("server_memory", self.server_memory, above=0)
         for name, least in (("bigarray_bound", 1), ("servers", 0), ("worker_cores", 0), ("server_cores", 0)):
             _whole(name, getattr(self, name), least)
         if isinstance(self.devices, (list, tuple)):

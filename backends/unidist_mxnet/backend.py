@@ -13,7 +13,7 @@ from mxnet import nd
 
 from unidist import World
 from unidist.control import Control, ControlServer, connect_from_env
-from unidist.errors import StateError
+from unidist.errors import StateError, UsageError
 from unidist.watch import own_interface
 from unidist_mxnet import MxnetOptions, capabilities, memory
 from unidist_mxnet.cluster import with_neighbours
@@ -24,6 +24,10 @@ from unidist_mxnet.served import UpdatedByServer
 from unidist_mxnet.store import Store
 from unidist_mxnet.trained import Trained
 
+FOREIGN = (
+    "The servers run MXNet's own loop, inside `import mxnet`, where unidist cannot watch: import it after "
+    "unidist.Strategy(), or start the scheduler and the servers with `python -m unidist_mxnet.roles`."
+)
 _open = False
 
 
@@ -43,8 +47,7 @@ class MxnetBackend(MxnetModels):
         # ps-lite numbers the workers; the launcher's own number, where there is one, is the one that users know.
         self.world = replace(world, rank=world.rank if world.rank >= 0 else store.rank)
         self.carry_by(store, Exchange(control, self.world.rank, world.world_size, options.collective_timeout))
-        told_by_servers = store.distributed and control is not None and self._server is None
-        self._server_memory = memory.ask(control, int(os.environ["DMLC_NUM_SERVER"])) if told_by_servers else []
+        self._server_memory = self._ask_servers(control) if store.distributed and control is not None else []
         self._find_neighbours()
         self.transport = self._describe_transport()
         _open = True
@@ -61,8 +64,20 @@ class MxnetBackend(MxnetModels):
         card = b""
         if store.rank == 0:
             self._server = ControlServer(own_interface(self.world)).start()
+            # A server of MXNet's own cannot read this, says so in its log and goes on.
+            store.command("answer", [], control=[self._server.url, self._server.token])
             card = json.dumps([self._server.url, self._server.token]).encode()
         return Control(*json.loads(store.tell_all(card)))
+
+    def _ask_servers(self, control: Control) -> list[dict[str, int | str]]:
+        servers = int(os.environ["DMLC_NUM_SERVER"])
+        answers = memory.ask(control, servers)
+        if len(answers) < servers:
+            if self.options.server_updates:
+                raise UsageError(f"update_on='server' needs servers of unidist's. {FOREIGN}")
+            if self.world.rank == 0:
+                sys.stderr.write(f"unidist: should a process die, the others will wait for ever. {FOREIGN}\n")
+        return answers
 
     def _find_neighbours(self) -> None:
         told = self.exchange.meet([self.store.rank, socket.gethostname()])

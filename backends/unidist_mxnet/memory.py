@@ -1,4 +1,8 @@
-"""Do the servers have room for the model? Each tells how much memory it may use; rank 0 compares and warns."""
+"""Do the servers have room for the model? Each tells how much memory it may use; rank 0 compares and warns.
+
+Who has not told is no server of unidist's: a script that imports mxnet before it makes a Strategy is caught by MXNet's
+own server, inside that import.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,27 @@ from pathlib import Path
 
 from unidist.control import Control
 
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+GB = 2**30
+CGROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 
 
 def of_this_process() -> int:
-    """Bytes: what the container allows, at most what the machine has."""
-    total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
-    for path in map(Path, LIMITS):
-        if path.is_file() and path.read_text().strip().isdecimal():
-            return min(total, int(path.read_text()))
-    return total
+    """Bytes: what the machine has, and no more than any control group allows that this process is in."""
+    least = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for root, name in (CGROUPS[each] for each in controllers.split(",") if each in CGROUPS):
+            inner = Path(path.lstrip("/"))
+            for group in (inner, *inner.parents):
+                limit = Path(root) / group / name
+                if limit.is_file() and limit.read_text().strip().isdecimal():
+                    least = min(least, int(limit.read_text()))
+    return least
 
 
-def tell(control: Control, server: int) -> None:
-    said = {"host": socket.gethostname(), "bytes": of_this_process()}
+def tell(control: Control, server: int, granted: float) -> None:
+    """`granted` is the option server_memory, in GB."""
+    said = {"host": socket.gethostname(), "bytes": int(granted * GB) or of_this_process(), "granted": granted > 0}
     control.put(f"mxnet/memory/{server}", json.dumps(said).encode())
 
 
@@ -34,7 +45,10 @@ def ask(control: Control, servers: int) -> list[dict[str, int | str]]:
 
 def warning(model: int, copies: int, servers: Iterable[Mapping[str, int | str]]) -> str | None:
     """`copies`: a server holds the model, the sum of gradients, and the optimizer's state if it updates."""
-    hosts = {str(each["host"]): int(each["bytes"]) for each in servers}  # servers of one host share its memory
+    hosts: dict[str, int] = {}
+    for each in servers:  # those of one host share its memory, unless each was granted its own
+        shared = 0 if each.get("granted") else hosts.get(str(each["host"]), 0)
+        hosts[str(each["host"])] = hosts.get(str(each["host"]), 0) - shared + int(each["bytes"])
     have, need = sum(hosts.values()), model * copies
     if not hosts or need <= have:
         return None
@@ -46,4 +60,5 @@ def warning(model: int, copies: int, servers: Iterable[Mapping[str, int | str]])
 
 
 def _size(count: float) -> str:
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.1f} MB"
+    unit, name = next(((unit, name) for unit, name in ((GB, "GB"), (2**20, "MB")) if count >= unit), (2**10, "KB"))
+    return f"{count / unit:.1f} {name}"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unidist.control import connect_from_env
+from unidist.control import Control, connect_from_env
 from unidist.errors import BackendUnavailable, UnidistError
 from unidist.world import World, detect
 from unidist_mxnet import MxnetOptions, memory
@@ -36,12 +36,12 @@ def serve(world: World, options: MxnetOptions) -> None:
     library = load_library()
     store = ctypes.c_void_p()
     _call(library, library.MXKVStoreCreate(b"dist", ctypes.byref(store)))
-    commands = Commands(store)
+    commands = Commands(library, store, options)
     if world.role == "server" and options.server_updates:
         import_package()  # now, while the workers do the same
     controller = CONTROLLER(commands)
     if world.role == "server" and (control := connect_from_env()) is not None:
-        memory.tell(control, world.rank)
+        memory.tell(control, world.rank, options.server_memory)
         control.close()
     by_hand = "UNIDIST_CONTROL" not in os.environ
     lookout = Lookout(world, met=False) if by_hand and world.role == "server" else None
@@ -57,15 +57,26 @@ def serve(world: World, options: MxnetOptions) -> None:
 class Commands:
     """What workers tell a server beside gradients: JSON, never a pickled object, so nobody can run code here."""
 
-    def __init__(self, store: ctypes.c_void_p) -> None:
-        self._store = store
+    def __init__(self, library: ctypes.CDLL, store: ctypes.c_void_p, options: MxnetOptions) -> None:
+        self._library, self._store, self._options = library, store, options
         self._updates: Any = None
 
     def __call__(self, head: int, body: bytes, _: object) -> None:
         with fatal(f"the command {body[:200]!r}"):
+            said = json.loads(body)
+            if said["do"] == "answer":
+                self._answer(*said["control"])
+                return
             if self._updates is None:  # not earlier: the library takes an updater only once it serves
                 self._updates = import_package().Updates(self._store)
-            self._updates.command(json.loads(body))
+            self._updates.command(said)
+
+    def _answer(self, url: str, token: str) -> None:
+        """Nobody's launcher: the workers have a control plane of their own, and ask who is there."""
+        rank, control = ctypes.c_int(), Control(url, token)
+        _call(self._library, self._library.MXKVStoreGetRank(self._store, ctypes.byref(rank)))
+        memory.tell(control, rank.value, self._options.server_memory)
+        control.close()
 
 
 def import_package() -> types.ModuleType:

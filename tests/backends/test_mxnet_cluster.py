@@ -20,7 +20,7 @@ from unidist.launch.ports import Ports
 from unidist_mxnet import MxnetOptions, capabilities
 from unidist_mxnet.cluster import with_neighbours
 from unidist_mxnet.devices import pick_contexts
-from unidist_mxnet.memory import warning
+from unidist_mxnet.memory import of_this_process, warning
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -171,6 +171,13 @@ def test_servers_that_are_too_small_are_warned_about():
     said = warning(2 * GB, 4, small)
     assert "6.0 GB of memory on 2 hosts" in said
     assert "8.0 GB" in said
+    granted = [{**each, "granted": True} for each in small]
+    assert warning(2 * GB, 4, granted) is None  # 9 GB: each has its own
+
+
+def test_memory_of_a_process_is_what_its_control_groups_leave():
+    total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+    assert 0 < of_this_process() <= total
 
 
 # -- processes -------------------------------------------------------------------------------------------------
@@ -262,6 +269,41 @@ def test_same_script_in_four_shells(tmp_path, way):
     assert (said["worker a"] + said["worker b"]).count("trained") == 1
     if way != "by hand":  # else ps-lite numbers them as they come
         assert "trained" in said["worker b"]
+
+
+EARLY = "import mxnet\n" + SCRIPT
+SMALL = "unidist.Strategy(update_on='server', server_memory=1e-6)"
+
+
+def test_servers_without_room_for_the_model_are_warned_about(tmp_path):
+    """They say themselves how much they may use; here they were granted a kilobyte."""
+    with four_shells(tmp_path, script=SCRIPT.replace("unidist.Strategy()", SMALL)) as started:
+        codes = {name: process.wait(120) for name, process in started.items()}
+    said = outputs(tmp_path, codes)
+    assert set(codes.values()) == {0}, said
+    warned = said["worker a"] + said["worker b"]
+    # 92 numbers of 4 bytes, with gradients and the two moments that an optimizer may have
+    assert warned.count("the servers have 1.0 KB of memory on 1 host, and need 1.4 KB") == 1, warned
+
+
+def test_mxnet_imported_too_early(tmp_path):
+    """Scheduler and server never get as far as unidist. Training works and ends, but who watches over it?"""
+    with four_shells(tmp_path, script=EARLY) as started:
+        codes = {name: process.wait(120) for name, process in started.items()}
+    said = outputs(tmp_path, codes)
+    assert set(codes.values()) == {0}, said
+    workers = said["worker a"] + said["worker b"]
+    assert "trained [0, 1] 0 2\n" in workers
+    assert workers.count("import it after unidist.Strategy()") == 1
+
+
+def test_mxnet_imported_too_early_for_updates_on_servers(tmp_path):
+    script = EARLY.replace("unidist.Strategy()", "unidist.Strategy(update_on='server')")
+    with four_shells(tmp_path, script=script) as started:
+        codes = {name: started[name].wait(120) for name in ("worker a", "worker b")}
+    said = outputs(tmp_path, codes)
+    assert set(codes.values()) == {1}, said
+    assert all("UsageError" in each and "unidist_mxnet.roles" in each for each in said.values()), said
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "server", "worker b"])
