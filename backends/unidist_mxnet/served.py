@@ -10,6 +10,7 @@ import mxnet as mx
 from mxnet import nd
 
 from unidist.backend import Update
+from unidist.errors import UnsupportedOperation
 from unidist_mxnet.optimizers import set_rate
 from unidist_mxnet.store import Store
 from unidist_mxnet.trained import Trained
@@ -103,6 +104,11 @@ class UpdatedByServer(Trained):
 
     def values_changed(self, rank_0: bool) -> None:
         """Make the servers hold what this model holds on rank 0."""
+        if self._store.compressed:
+            raise UnsupportedOperation(
+                "the servers hold the parameters, and all that is sent to them is compressed to 2 bits: load values into "
+                "the model before prepare(), or use update_on='worker'"
+            )
         nd.waitall()
         self._exchange.meet()
         if rank_0:

@@ -38,7 +38,7 @@ class Store:
         self.workers = world.world_size if self.distributed else 1
         self.rank, self.rank_0_leads, self._next_key = 0, True, 0
         self.rounds_dtypes = self.distributed
-        self._compressed = options.compression != "none"
+        self.compressed = options.compression != "none"
         self._lookout: Lookout | None = None
         self.kv: Any = None
         if self.distributed:
@@ -77,7 +77,7 @@ class Store:
         ):
             self.kv = mx.kv.create(self.name)
         self.rank = self.kv.rank
-        if self._compressed:
+        if self.compressed:
             self.kv.set_gradient_compression({"type": options.compression, "threshold": options.compression_threshold})
         if "UNIDIST_CONTROL" not in os.environ:
             self._lookout = Lookout(world, met=True).__enter__()
@@ -97,7 +97,7 @@ class Store:
         self.kv.pull(keys, out=list(out))
 
     def pushpull(self, key: int, values: list[mx.nd.NDArray], out: list[mx.nd.NDArray], priority: int) -> None:
-        if self._compressed:  # only a push compresses
+        if self.compressed:  # only a push compresses
             self.kv.push(key, values, priority=priority)
             self.kv.pull(key, out=out, priority=priority)
         else:
@@ -105,7 +105,7 @@ class Store:
 
     def sum(self, key: int, array: mx.nd.NDArray, priority: int, exchange: Any) -> None:
         """Over all workers, in place. Not through a compressed store: only gradients bear that."""
-        if self.kv is not None and not self._compressed:
+        if self.kv is not None and not self.compressed:
             self.kv.pushpull(key, array, priority=priority)
         else:
             array[:] = mx.nd.array(exchange.reduce(array.asnumpy(), "sum"), dtype=array.dtype)

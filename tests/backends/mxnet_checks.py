@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 from unidist import SGD, Adam
 from unidist.control import connect_from_env
-from unidist.errors import CheckpointError, StateError, UsageError
+from unidist.errors import CheckpointError, StateError, UnsupportedOperation, UsageError
 from unidist.testing import reference
 from unidist.testing.case import check, close, refused
 from unidist_mxnet.zoo import *  # noqa: F403
@@ -369,3 +369,11 @@ def compressed_to_two_bits(case):
             assert np.abs(units).max() <= case.size + 1e-3
     for theirs in case.strategy.all_gather(case.parameters(model)):
         close(theirs, case.parameters(model), tolerance=0)
+
+
+@check
+def values_that_would_be_compressed_are_refused(case):
+    model, _ = case.strategy.prepare(case.mlp(seed=5), SGD(0.5))
+    close(case.parameters(model), reference.weights(5), tolerance=0)
+    with refused(UnsupportedOperation, "before prepare"):
+        case.backend.load_state(model, dict(zip(case.backend.state(model), reference.weights(1), strict=True)))

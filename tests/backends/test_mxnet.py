@@ -73,6 +73,9 @@ CASES = {
         "values_loaded_into_a_prepared_model",
     ),
     (("kvstore", "dist_sync"), ("compression", "2bit"), ("compression_threshold", 0.02)): ("compressed_to_two_bits",),
+    (("kvstore", "dist_sync"), ("compression", "2bit"), ("update_on", "server")): (
+        "values_that_would_be_compressed_are_refused",
+    ),
 }
 
 
