@@ -43,21 +43,19 @@ class MxnetBackend(MxnetModels):
             raise StateError("a Strategy is open in this process already: close it before opening another")
         self._server: ControlServer | None = None
         store = Store(world, options, self.devices, timeout)
-        control = self._control(store)
+        control = self._control(store) if store.distributed else None
         # ps-lite numbers the workers; the launcher's own number, where there is one, is the one that users know.
         self.world = replace(world, rank=world.rank if world.rank >= 0 else store.rank)
         self.carry_by(store, Exchange(control, self.world.rank, world.world_size, options.collective_timeout))
-        self._server_memory = self._ask_servers(control) if store.distributed and control is not None else []
+        self._server_memory = [] if control is None else self._ask_servers(control)
         self._find_neighbours()
         self.transport = self._describe_transport()
         _open = True
 
     # -- meeting -----------------------------------------------------------------------------------------------
 
-    def _control(self, store: Store) -> Control | None:
+    def _control(self, store: Store) -> Control:
         """The launcher's control plane. Where there is none, the first worker brings one up."""
-        if self.world.world_size == 1:
-            return None
         control = connect_from_env()
         if control is not None:
             return control

@@ -106,8 +106,8 @@ class UpdatedByServer(Trained):
         """Make the servers hold what this model holds on rank 0."""
         if self._store.compressed:
             raise UnsupportedOperation(
-                "the servers hold the parameters, and all that is sent to them is compressed to 2 bits: load values into "
-                "the model before prepare(), or use update_on='worker'"
+                "the servers hold the parameters, and all that is sent to them is compressed to 2 bits: load values "
+                "into the model before prepare(), or use update_on='worker'"
             )
         nd.waitall()
         self._exchange.meet()

@@ -224,8 +224,9 @@ def variables_of(way, name, common):
 
 
 @contextlib.contextmanager
-def four_shells(folder, *arguments, way="by hand", script=SCRIPT, **env):
-    """The same script in every process, with MXNet's own variables and nothing of unidist's launcher."""
+def four_shells(folder, *arguments, way="by hand", script=SCRIPT, services=None, **env):
+    """The same script in every process, with MXNet's own variables and nothing of unidist's launcher. `services` is
+    what scheduler and server run instead."""
     (folder / "train.py").write_text(script)
     python, variables = interpreter_for("mxnet")
     with Ports() as ports:
@@ -241,8 +242,9 @@ def four_shells(folder, *arguments, way="by hand", script=SCRIPT, **env):
         try:
             for name in ("scheduler", "server", "worker a", "worker b"):
                 role = {"DMLC_ROLE": name.split()[0]}
+                command = [str(folder / "train.py"), *arguments]
                 started[name] = subprocess.Popen(
-                    [python, str(folder / "train.py"), *arguments],
+                    [python, *(services if services and not name.startswith("worker") else command)],
                     env={**os.environ, **variables, **common, **role, **variables_of(way, name, common), **env},
                     stdout=(folder / name).open("w"),
                     stderr=subprocess.STDOUT,
@@ -304,6 +306,15 @@ def test_mxnet_imported_too_early_for_updates_on_servers(tmp_path):
     said = outputs(tmp_path, codes)
     assert set(codes.values()) == {1}, said
     assert all("UsageError" in each and "unidist_mxnet.roles" in each for each in said.values()), said
+
+
+def test_scheduler_and_server_started_without_the_script(tmp_path):
+    script = EARLY.replace("unidist.Strategy()", "unidist.Strategy(update_on='server')")
+    with four_shells(tmp_path, script=script, services=["-m", "unidist_mxnet.roles"]) as started:
+        codes = {name: process.wait(120) for name, process in started.items()}
+    said = outputs(tmp_path, codes)
+    assert set(codes.values()) == {0}, said
+    assert "trained [0, 1] 0 2\n" in said["worker a"] + said["worker b"]
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "server", "worker b"])
