@@ -260,32 +260,27 @@ def outputs(folder, names):
     return {name: (folder / name).read_text() for name in names}
 
 
-@pytest.mark.parametrize("way", ["by hand", "launch.py", "MXJob"])
-def test_same_script_in_four_shells(tmp_path, way):
-    with four_shells(tmp_path, way=way) as started:
+SMALL = SCRIPT.replace("unidist.Strategy()", "unidist.Strategy(update_on='server', server_memory=1e-6)")
+
+
+@pytest.mark.parametrize(("way", "script"), [("by hand", SCRIPT), ("launch.py", SCRIPT), ("MXJob", SMALL)])
+def test_same_script_in_four_shells(tmp_path, way, script):
+    with four_shells(tmp_path, way=way, script=script) as started:
         codes = {name: process.wait(120) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert set(codes.values()) == {0}, said
     assert said["scheduler"] == said["server"] == ""  # they never saw the training code
-    assert "trained [0, 1] 0 2\n" in said["worker a"] + said["worker b"]
-    assert (said["worker a"] + said["worker b"]).count("trained") == 1
+    workers = said["worker a"] + said["worker b"]
+    assert "trained [0, 1] 0 2\n" in workers
+    assert workers.count("trained") == 1
     if way != "by hand":  # else ps-lite numbers them as they come
         assert "trained" in said["worker b"]
+    # The servers tell what they may use, which is a kilobyte; the model has 92 numbers of 4 bytes, and with gradients
+    # and the two moments of an optimizer four times that.
+    assert workers.count("the servers have 1.0 KB of memory on 1 host, and need 1.4 KB") == (script is SMALL), workers
 
 
 EARLY = "import mxnet\n" + SCRIPT
-SMALL = "unidist.Strategy(update_on='server', server_memory=1e-6)"
-
-
-def test_servers_without_room_for_the_model_are_warned_about(tmp_path):
-    """They say themselves how much they may use; here they were granted a kilobyte."""
-    with four_shells(tmp_path, script=SCRIPT.replace("unidist.Strategy()", SMALL)) as started:
-        codes = {name: process.wait(120) for name, process in started.items()}
-    said = outputs(tmp_path, codes)
-    assert set(codes.values()) == {0}, said
-    warned = said["worker a"] + said["worker b"]
-    # 92 numbers of 4 bytes, with gradients and the two moments that an optimizer may have
-    assert warned.count("the servers have 1.0 KB of memory on 1 host, and need 1.4 KB") == 1, warned
 
 
 def test_mxnet_imported_too_early(tmp_path):
