@@ -234,7 +234,7 @@ class OneFlowBackend(Backend):
             for group in optimizer.param_groups:
                 group["lr"] = update.lr
         optimizer.step()
-        gradients.clear()
+        gradients.clear_later() if self._prepared[model].faces else gradients.clear()
 
     def train_step(
         self, model: Any, optimizer: Any, loss_fn: Callable[..., Any], compile: bool

@@ -115,7 +115,7 @@ class GlobalStep:
             loss = self._locally(batch, weight)
         else:
             loss, *flat = self._run(batch, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
-            self._gradients.put(flat) if summed else self._gradients.add(flat)
+            self._gradients.add(flat)
         self._accumulated = update is None
         if update is not None:
             self._backend.apply_gradients(self._model, self._optimizer, update, summed)
@@ -123,6 +123,7 @@ class GlobalStep:
 
     def _locally(self, batch: Sequence[Any], weight: float) -> Tensor:
         """Parts that differ in size, or are empty, make no global tensor: each rank computes its own, by weight."""
+        self._gradients.clear_used()
         with self._faces.local():
             loss = self._loss_fn(self._model, *batch)
             self._backend.backward(self._model, loss, weight)
