@@ -157,6 +157,9 @@ class OneFlowBackend(Backend):
             from unidist_oneflow import batchnorm
 
             model = batchnorm.convert(model, lambda: self.padding_only)
+        for module in model.modules():
+            if isinstance(module, flow.nn.Dropout):
+                module.generator = flow.default_generator  # each has one of its own, which no checkpoint would hold
         if self.device != "cpu":
             model.to(self.device)
         from unidist_oneflow.gradients import FlatGradients

@@ -22,13 +22,14 @@ def on_two(function, **options):
 
 
 @pytest.fixture(scope="module")
-def mirrored():
-    return on_two(on_ranks.in_mirrored_view)
+def mirrored(tmp_path_factory):
+    return on_two(on_ranks.in_mirrored_view, args=(str(tmp_path_factory.mktemp("mirrored") / "saved"),))
 
 
 @pytest.fixture(scope="module")
-def consistent():
-    return on_two(on_ranks.in_consistent_view, view="consistent")
+def consistent(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("consistent") / "saved")
+    return on_two(on_ranks.in_consistent_view, args=(folder,), view="consistent")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,17 @@ def test_consistent_view_shows_plain_values(consistent):
 
 def test_batch_normalisation_counts_its_batches(consistent, without_graph):
     assert [results["batches tracked"] for results in (*consistent, *without_graph)] == [3] * 4
+
+
+def test_layer_that_changes_its_mode_is_traced_again(consistent):
+    assert [results["modes"] for results in consistent] == [0.0, 0.0]
+
+
+def test_dropout_resumes(mirrored, consistent):
+    for results in (*mirrored, *consistent):
+        losses, resumed = results["dropout"]
+        assert losses == resumed
+        assert len(set(losses)) == 3
 
 
 def test_dtypes_that_would_abort_the_process(mirrored):
