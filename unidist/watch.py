@@ -43,7 +43,7 @@ class Watch:
         self._lockstep = True
         self._sequence = self._updates = 0
         self._paused = 0
-        if "UNIDIST_CONTROL" in os.environ:
+        if os.environ.get("UNIDIST_CONTROL"):  # empty where each node has a launcher of its own
             from unidist.control import connect_from_env
 
             self._begin(connect_from_env())

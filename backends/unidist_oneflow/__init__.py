@@ -121,10 +121,7 @@ plugin = Plugin(
     options=OneFlowOptions,
     requires=("oneflow",),
     capabilities=Capabilities(
-        native_loader="OneFlow's data loaders are not taken over: pass arrays or .npy paths to strategy.loader",
-        sync_batchnorm="OneFlow 0.9 normalises each rank's batch by itself: take nn.GroupNorm or nn.LayerNorm, or "
-        "larger batches",
-        mixed_precision="OneFlow 0.9 has it only with an optimizer inside an nn.Graph: train in float32",
+        mixed_precision="OneFlow 0.9 cannot multiply float16 or bfloat16 matrices on a CPU: train in float32",
         compression="OneFlow's all-reduce takes gradients as they are: leave it out, or exchange less with sync_every=",
         compile="in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'",
         gpu="written for CUDA, not run by the tests: they have no GPU",

@@ -20,12 +20,14 @@ from unidist_oneflow.devices import pick_device, visible_gpus
 from unidist_oneflow.machines import place
 
 if TYPE_CHECKING:
+    from unidist.data.source import OwnLoader
     from unidist_oneflow.consistent import Faces
     from unidist_oneflow.gradients import FlatGradients
 
 # Bound when a Strategy starts: oneflow fixes its cluster while it is imported.
 flow: Any = None
 optimizers: Any = None
+loading: Any = None
 
 
 @dataclass
@@ -42,12 +44,13 @@ class OneFlowBackend(Backend):
     framework = "oneflow"
 
     def __init__(self, world: World, options: OneFlowOptions, device: str | None, timeout: float) -> None:
-        global flow, optimizers
+        global flow, optimizers, loading
         self.world, self.options = place(world, options), options
         self.device = pick_device(device, visible_gpus(), self.world)
         self._cluster = Cluster(self.world, options, on_gpu=self.device != "cpu", timeout=timeout)
         self.world, flow = self._cluster.world, self._cluster.flow
         optimizers = importlib.import_module("unidist_oneflow.optimizers")  # needs oneflow, as those below do
+        loading = importlib.import_module("unidist_oneflow.loading")
         self.version = flow.__version__
         on_gpu = self.device != "cpu"
         self.transport = f"OneFlow {options.view} view ({'NCCL' if on_gpu else 'TCP'})"
@@ -150,6 +153,13 @@ class OneFlowBackend(Backend):
             raise UsageError("this model is prepared already: use what the first prepare() returned")
         if any(each.is_global for each in model.state_dict().values()):
             raise UsageError("the model is made of global tensors already: pass it as it was before to_global()")
+        if features.sync_batchnorm and self.world.world_size > 1:
+            from unidist_oneflow import batchnorm
+
+            model = batchnorm.convert(model, lambda: self.padding_only)
+        for module in model.modules():
+            if isinstance(module, flow.nn.Dropout):
+                module.generator = flow.default_generator  # each has one of its own, which no checkpoint would hold
         if self.device != "cpu":
             model.to(self.device)
         from unidist_oneflow.gradients import FlatGradients
@@ -227,7 +237,7 @@ class OneFlowBackend(Backend):
             for group in optimizer.param_groups:
                 group["lr"] = update.lr
         optimizer.step()
-        gradients.clear()
+        gradients.clear_later() if self._prepared[model].faces else gradients.clear()
 
     def train_step(
         self, model: Any, optimizer: Any, loss_fn: Callable[..., Any], compile: bool
@@ -277,3 +287,13 @@ class OneFlowBackend(Backend):
         if "oneflow" in arrays:
             flow._oneflow_internal.eager.Sync()
             flow.set_rng_state(flow.from_numpy(np.array(arrays["oneflow"])))
+
+    # -- OneFlow's own data loaders
+
+    def open_loader(self, loader: object) -> OwnLoader | None:
+        return loading.open_loader(loader, self.world)
+
+    def read_batches(
+        self, source: OwnLoader, batches: Sequence[Sequence[int]] | None
+    ) -> AbstractContextManager[Iterator[Any]]:
+        return loading.read_batches(source, batches, self.device)

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,16 @@ class Cluster:
         start.check_not_imported()
         self.world = with_meeting_point(world)
         self._lifeline = self._meet(options, on_gpu, timeout)
-        self.flow = start.bring_up(self.world, options.view == "consistent", options.verbose, timeout, log_folder())
+        guard = self._lifeline.by_another_process(timeout + 5.0) if self._lifeline else nullcontext()
+        try:
+            with guard:
+                graphs = options.view == "consistent"
+                self.flow = start.bring_up(self.world, graphs, options.verbose, timeout, log_folder())
+        except BaseException as error:
+            self._tell(f"{type(error).__name__}: {error}")
+            raise
+        if self._lifeline:
+            self._lifeline.start()
         _joined = True
         self._leaving = Leaving(self._tell)
         self._leaving.install()

@@ -104,9 +104,12 @@ class GlobalStep:
         self._parameters = [self._faces.twins(chosen) for chosen in self._gradients.layout]  # one list for each buffer
         self._graphs: dict[str, Any] = {}
         self._compile = compile
+        self._modules = list(model.modules())
+        if compile and any(isinstance(each, nn.Dropout) for each in self._modules):
+            self._run_eagerly("dropout in an nn.Graph draws the same numbers whatever the seed, and again when resumed")
         self._factors: dict[float, Tensor] = {}
         self._accumulated = False  # gradients of earlier batches are waiting
-        self._counters = [each for each in model.modules() if getattr(each, "num_batches_tracked", None) is not None]
+        self._counters = [each for each in self._modules if getattr(each, "num_batches_tracked", None) is not None]
 
     def __call__(self, batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> Tensor:
         # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
@@ -115,7 +118,7 @@ class GlobalStep:
             loss = self._locally(batch, weight)
         else:
             loss, *flat = self._run(batch, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
-            self._gradients.put(flat) if summed else self._gradients.add(flat)
+            self._gradients.add(flat)
         self._accumulated = update is None
         if update is not None:
             self._backend.apply_gradients(self._model, self._optimizer, update, summed)
@@ -123,6 +126,7 @@ class GlobalStep:
 
     def _locally(self, batch: Sequence[Any], weight: float) -> Tensor:
         """Parts that differ in size, or are empty, make no global tensor: each rank computes its own, by weight."""
+        self._gradients.clear_used()
         with self._faces.local():
             loss = self._loss_fn(self._model, *batch)
             self._backend.backward(self._model, loss, weight)
@@ -134,7 +138,8 @@ class GlobalStep:
             self._factors[weight] = flow.tensor(weight).to_global(
                 placement=self._placement, sbp=flow.sbp.broadcast, check_meta=False
             )
-        results = self._compiled(f"{sbp} {_shape_of(batch)}", arguments, self._factors[weight], sbp)
+        modes = "".join("t" if each.training else "e" for each in self._modules)  # a graph keeps those it was traced in
+        results = self._compiled(f"{sbp} {modes} {_shape_of(batch)}", arguments, self._factors[weight], sbp)
         if results is None:
             results = self._loss_and_gradients(self._model, arguments, self._factors[weight], sbp)
         return [each.to_local() for each in results]
@@ -147,7 +152,7 @@ class GlobalStep:
         """In global tensors: the loss, and the gradients of `factor * loss` as one flat tensor for each buffer."""
         loss = self._loss_fn(model, *arguments)
         flat = [parameter for chosen in self._parameters for parameter in chosen]
-        gradients = iter(flow.autograd.grad(loss, flat, factor.to(loss.dtype).reshape(loss.shape)))
+        gradients = iter(_gradients(loss, flat, factor.to(loss.dtype).reshape(loss.shape)))
         parts = [
             [next(gradients).to_global(sbp=flow.sbp.partial_sum).reshape(-1) for _ in chosen]
             for chosen in self._parameters
@@ -169,18 +174,18 @@ class GlobalStep:
         except UnidistError:
             raise
         except Exception as error:  # whatever tracing a user's model raises
-            self._compile = False
-            if self._backend.world.rank == 0:
-                reason = next((line for line in str(error).splitlines() if line.strip()), "")
-                sys.stderr.write(
-                    f"unidist: this step runs eagerly, because nn.Graph cannot trace it ({type(error).__name__}: "
-                    f"{reason.strip()[:200]}). graph=False says so from the start.\n"
-                )
+            reason = next((line for line in str(error).splitlines() if line.strip()), "")
+            self._run_eagerly(f"nn.Graph cannot trace it ({type(error).__name__}: {reason.strip()[:200]})")
             return None
         finally:
             graph.body = None  # it was only needed for tracing, and would keep this step alive
         self._graphs[shape] = graph
         return self._count(results)
+
+    def _run_eagerly(self, why: str) -> None:
+        self._compile = False
+        if self._backend.world.rank == 0:
+            sys.stderr.write(f"unidist: this step runs eagerly, because {why}. graph=False says so from the start.\n")
 
     def _count(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A graph updates the running mean and variance of a batch normalisation, but not its count of batches."""
@@ -188,6 +193,22 @@ class GlobalStep:
             if module.training:
                 module.num_batches_tracked.to_local().add_(1)
         return results
+
+
+def _gradients(loss: Tensor, parameters: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    """With zeros for a parameter that the loss does not depend on, as in the mirrored view. OneFlow fails there, or,
+    from the second time on, gives a local tensor."""
+    try:
+        found = flow.autograd.grad(loss, parameters, seed)
+    except Exception as error:
+        if "mut_grad_fn_node" not in str(error):
+            raise
+        nothing = sum((each.reshape(-1)[:1] * 0).to(loss.dtype).sum() for each in parameters)
+        found = flow.autograd.grad(loss + nothing.reshape(loss.shape), parameters, seed)
+    return [
+        each if each is not None and each.is_global else parameter.detach() * 0
+        for each, parameter in zip(found, parameters, strict=True)
+    ]
 
 
 class _StepGraph(nn.Graph):

@@ -40,17 +40,14 @@ class FlatGradients:
                 begin += size
             self.buffers.append(buffer)
             self.layout.append(chosen)
+        self._used = False  # what the buffers hold has been applied
         self._first, self._first_view = self.layout[0][0], self.layout[0][0].grad
 
     def add(self, flat: Sequence[Tensor]) -> None:
         """Gradients that were computed elsewhere, one tensor for each buffer."""
         for buffer, part in zip(self.buffers, flat, strict=True):
-            buffer.add_(part)
-
-    def put(self, flat: Sequence[Tensor]) -> None:
-        """The same, where there are none yet."""
-        for buffer, part in zip(self.buffers, flat, strict=True):
-            buffer.copy_(part)
+            buffer.copy_(part) if self._used else buffer.add_(part)
+        self._used = False
 
     def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
         """Sum over the ranks, then scale, then clip by the norm of all of them together."""
@@ -72,5 +69,14 @@ class FlatGradients:
                 buffer.mul_(factor.to(buffer.dtype))
 
     def clear(self) -> None:
+        self._used = False
         for buffer in self.buffers:
             buffer.zero_()
+
+    def clear_later(self) -> None:
+        """Where the next ones come by `add`, which can write over these; else `clear_used` comes before a backward."""
+        self._used = True
+
+    def clear_used(self) -> None:
+        if self._used:
+            self.clear()

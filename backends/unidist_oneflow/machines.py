@@ -66,8 +66,8 @@ def node_rank(options: OneFlowOptions) -> int:
     raise WorldError(
         f"which node is this host? machine lists {', '.join(machine)}; this host ({socket.gethostname()}) has "
         f"{', '.join(own_addresses()) or 'no address'}: {which} match{'es' * (not matches)}. Correct the list, the "
-        "same on every node, or settle it with node_rank=N. In a container that has addresses of its own, use the "
-        "host's network (docker run --net=host), or map the port (-p) and give node_rank=."
+        "same on every node, or settle it with node_rank=N. A container that has addresses of its own needs the "
+        "host's network instead (docker run --net=host)."
     )
 
 

@@ -1,20 +1,22 @@
 """The ranks meet on ctrl_port before OneFlow does, because OneFlow waits for ever where something does not fit.
 
 Rank 0 listens, every other rank tells it what it knows (`facts`), and all hear the verdict: everyone's facts, or what
-is wrong, where. Then the port is given to OneFlow; the connections stay, as the ranks' lifelines (see `lifeline`).
+is wrong, where. On several hosts each then tries whether it can reach the others on a port that is not ctrl_port. Then
+the port is given to OneFlow; the connections stay, as the ranks' lifelines (see `lifeline`).
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import selectors
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from unidist.errors import CommunicationError, RanksDisagree, RanksMissing, WorldError
+from unidist.errors import CommunicationError, RanksDisagree, RanksMissing, UnidistError, WorldError
 from unidist.launch.ports import holder
 from unidist.world import World
 from unidist_oneflow import preflight
@@ -22,6 +24,7 @@ from unidist_oneflow.machines import is_own
 from unidist_oneflow.preflight import Facts
 from unidist_oneflow.wire import Wire
 
+PROBLEMS = (CommunicationError, RanksDisagree, RanksMissing)
 NOTICE = 5.0  # seconds of waiting after which a person is told what for
 
 
@@ -36,7 +39,9 @@ class Meeting:
         self.wires: dict[int, Wire] = {}
         self._where = f"{world.master_addr}:{world.master_port}"
         if world.world_size > 1:
-            self._host() if world.rank == 0 else self._visit()
+            with preflight.open_door() as door:
+                facts["door"] = door.getsockname()[1]
+                self._host() if world.rank == 0 else self._visit()
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
@@ -61,18 +66,30 @@ class Meeting:
                     next_look = now + 2.0
                 self._say_once(f"rank 0 waits on {self._where} for {self._missing(came)}")
                 if now > self._until:
-                    problem = (
+                    self._call_off(
+                        RanksMissing,
                         f"{self._missing(came)} did not come to {self._where} within {self._timeout:g} s: is the same "
                         "script running there, with the same list of machines? Can it reach this host's port "
-                        "(firewall, container started without --net=host)?"
+                        "(firewall, container started without --net=host)?",
                     )
-                    self._tell_all({"problem": problem, "missing": True})
-                    raise RanksMissing(problem)
-        self.everyone = [came[rank] for rank in range(self._world.world_size)]
-        self._tell_all({"everyone": self.everyone})
         for wire in strangers:
             if wire not in self.wires.values():
                 wire.close()
+        self.everyone = [came[rank] for rank in range(self._world.world_size)]
+        self._tell_all({"everyone": self.everyone})
+        if preflight.several_hosts(self.everyone):
+            self._hear_about_doors()
+
+    def _hear_about_doors(self) -> None:
+        closed = [preflight.closed_door(self.everyone, 0)]
+        for wire in self.wires.values():
+            try:
+                closed.append((wire.receive(self._timeout) or {}).get("closed"))
+            except (TimeoutError, ValueError):
+                closed.append(None)  # OneFlow's start, or the lifeline, will tell
+        if any(closed):
+            self._call_off(CommunicationError, next(filter(None, closed)))
+        self._tell_all({"go": True})
 
     def _listen(self) -> socket.socket:
         port = self._world.master_port or 0
@@ -110,11 +127,10 @@ class Meeting:
             self.wires[self._world.world_size] = wire  # it has to hear that too
         else:
             self.wires[rank] = wire
-            came[rank] = facts
+            came[rank] = {**facts, "address": wire.peer}  # OneFlow will look for it there, too
             problem = preflight.difference(self._facts, facts, rank)
         if problem:
-            self._tell_all({"problem": problem})
-            raise RanksDisagree(problem)
+            self._call_off(RanksDisagree, problem)
 
     def _look_for_other_masters(self) -> None:
         """A node whose list has another order may think that it is the master too: then both would wait."""
@@ -143,6 +159,10 @@ class Meeting:
         ]
         return ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
 
+    def _call_off(self, kind: type[UnidistError], problem: str) -> NoReturn:
+        self._tell_all({"problem": problem, "kind": kind.__name__})
+        raise kind(problem)
+
     def _tell_all(self, message: dict[str, Any]) -> None:
         for wire in self.wires.values():
             wire.send(message)
@@ -151,7 +171,14 @@ class Meeting:
 
     def _visit(self) -> None:
         wire = self._connect()
-        wire.send({"rank": self._world.rank, "facts": self._facts})
+        answer = self._answer(wire)
+        self._raise_problem(answer)
+        self.everyone, self.wires = answer["everyone"], {0: wire}
+        if preflight.several_hosts(self.everyone):
+            wire.send({"closed": preflight.closed_door(self.everyone, self._world.rank)})
+            self._raise_problem(self._answer(wire))
+
+    def _answer(self, wire: Wire) -> dict[str, Any]:
         while True:
             try:
                 answer = wire.receive(0.5)
@@ -167,22 +194,31 @@ class Meeting:
                 ) from None
         if answer is None:
             raise CommunicationError(f"rank 0 at {self._where} ended while the ranks were meeting: see its output")
+        return answer
+
+    def _raise_problem(self, answer: dict[str, Any]) -> None:
         if "problem" in answer:
-            raise (RanksMissing if answer.get("missing") else RanksDisagree)(answer["problem"])
-        self.everyone, self.wires = answer["everyone"], {0: wire}
+            raise {kind.__name__: kind for kind in PROBLEMS}[answer["kind"]](answer["problem"])
 
     def _connect(self) -> Wire:
+        """The way to rank 0, which has been told who comes."""
         while True:
             try:
-                return Wire(socket.create_connection((self._world.master_addr, self._world.master_port), 2.0))
-            except OSError as error:
-                why = error.strerror or str(error)
-                waiting = f"rank {self._world.rank} cannot reach the master at {self._where} ({why})"
-                hint = preflight.unreachable(error)
-                self._say_once(f"{waiting} yet: {hint}")
-                if time.monotonic() > self._until:
-                    raise CommunicationError(f"{waiting} within {self._timeout:g} s: {hint}") from None
-                time.sleep(0.05)
+                wire = Wire(socket.create_connection((self._world.master_addr, self._world.master_port), 2.0))
+                wire.send({"rank": self._world.rank, "facts": self._facts})
+                if not wire.closes_within(0.2):  # as Docker's proxy does where nothing listens behind it
+                    return wire
+                wire.close()
+                error = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            except OSError as failure:
+                error = failure
+            why = error.strerror or str(error)
+            waiting = f"rank {self._world.rank} cannot reach the master at {self._where} ({why})"
+            hint = preflight.unreachable(error)
+            self._say_once(f"{waiting} yet: {hint}")
+            if time.monotonic() > self._until:
+                raise CommunicationError(f"{waiting} within {self._timeout:g} s: {hint}")
+            time.sleep(0.05)
 
     def _say_once(self, text: str) -> None:
         if time.monotonic() > self._notice:

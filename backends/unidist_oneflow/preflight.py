@@ -32,6 +32,7 @@ COMPARED = {
 def gather_facts(world: World, machine: Sequence[str] | None, view: str) -> Facts:
     return {
         "host": socket.gethostname(),
+        "address": world.master_addr,  # as seen by rank 0, which puts the others' in
         "machine": ", ".join(machine or ()),
         "world_size": world.world_size,
         "oneflow": metadata.version("oneflow"),
@@ -67,25 +68,60 @@ def unreachable(error: OSError) -> str:
     if error.errno == errno.ECONNREFUSED:
         return (
             "nothing listens there. Was the script started on the master, is its address the first in the list, and, "
-            "if it runs in a container, is the port mapped out (docker run --net=host, or -p)?"
+            "if it runs in a container, has that the host's network (docker run --net=host)?"
         )
     return "no way leads there from this host: look at the address, the network and the firewall"
 
 
+def open_door() -> socket.socket:
+    """A port that the system chooses, as OneFlow will, for others to knock at."""
+    door = socket.socket()
+    door.bind(("", 0))
+    door.listen(512)
+    return door
+
+
+def several_hosts(everyone: Sequence[Facts]) -> bool:
+    return len({facts["host"] for facts in everyone}) > 1
+
+
+def closed_door(everyone: Sequence[Facts], rank: int) -> str | None:
+    """What is wrong when `rank` cannot reach a rank of another host, or None; one rank of each host is tried."""
+    tried = {everyone[rank]["host"]}
+    for other, facts in enumerate(everyone):
+        if facts["host"] in tried:
+            continue
+        tried.add(facts["host"])
+        try:
+            socket.create_connection((facts["address"], facts["door"]), 3.0).close()
+        except OSError as error:
+            return (
+                f"rank {rank} on {everyone[rank]['host']} cannot reach rank {other} on {facts['host']} at "
+                f"{facts['address']}, port {facts['door']} ({error.strerror or error}). OneFlow talks on ports that it "
+                "chooses itself, beside ctrl_port, so it would wait for ever: open them all between the nodes "
+                "(firewall), and start containers with the host's network (docker run --net=host; mapping ports by -p "
+                "is not enough)."
+            )
+    return None
+
+
 def check_interface(world: World, own_address: str | None, on_gpu: bool) -> None:
     """NCCL picks an interface itself, and may pick a virtual one: give it the one with the machine's address."""
-    known = {name for _, name in socket.if_nameindex()}
+    known = sorted(name for _, name in socket.if_nameindex())
+    carrier = interface_of(own_address) if on_gpu and world.num_nodes > 1 and own_address else None
     asked = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    wanted = [name for name in asked.lstrip("^=").split(",") if name]
-    if asked and not asked.startswith("^") and not any(each.startswith(tuple(wanted)) for each in known):
-        raise WorldError(
-            f"NCCL_SOCKET_IFNAME is {asked!r}, and this host ({socket.gethostname()}) has only "
-            f"{', '.join(sorted(known))}: name one of these, or unset it"
-        )
-    if on_gpu and world.num_nodes > 1 and not asked and own_address:
-        carrier = interface_of(own_address)
+    if not asked:
         if carrier:
             os.environ["NCCL_SOCKET_IFNAME"] = carrier
+        return
+    named = tuple(name for name in asked.lstrip("^=").split(",") if name)
+    left = [each for each in known if each.startswith(named) != asked.startswith("^")]
+    if not left or (carrier and carrier not in left):
+        wanted = f"{carrier}, which has this node's address {own_address}" if carrier else f"one of {', '.join(known)}"
+        raise WorldError(
+            f"NCCL_SOCKET_IFNAME is {asked!r}, which leaves NCCL {', '.join(left) or 'no interface'} on this host "
+            f"({socket.gethostname()}): let it name {wanted}, or unset it"
+        )
 
 
 def interface_of(address: str) -> str | None:

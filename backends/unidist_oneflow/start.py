@@ -55,13 +55,12 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
     os.environ.setdefault("ONEFLOW_ENABLE_ONEDNN_OPTS", "0")
     if graphs:
         let_wakers_go_on()
-    go_around_proxies(world)
     preload_libraries()
     waiting = WaitForMaster(world, timeout)
     if world.rank > 0:
         sys.meta_path.insert(0, waiting)
     try:
-        with contextlib.nullcontext() if verbose else quiet():
+        with without_proxies(), contextlib.nullcontext() if verbose else quiet():
             return importlib.import_module("oneflow")
     except ImportError as error:
         raise BackendUnavailable(
@@ -118,11 +117,14 @@ def preload_libraries() -> None:
                 ctypes.CDLL(str(Path(folder) / name), ctypes.RTLD_GLOBAL)
 
 
-def go_around_proxies(world: World) -> None:
-    """OneFlow's connections within the cluster must not go through a proxy, which its gRPC would do."""
-    if world.world_size > 1 and any(os.environ.get(name) for name in PROXIES):
-        known = [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), world.master_addr, "127.0.0.1", "localhost"]
-        os.environ["no_grpc_proxy"] = ",".join(filter(None, known))  # noqa: SIM112  # gRPC's own name for it
+@contextlib.contextmanager
+def without_proxies() -> Iterator[None]:
+    """OneFlow's gRPC would send the connections within the cluster, all made during the import, through a proxy."""
+    hidden = {name: os.environ.pop(name) for name in PROXIES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,21 @@ class Wire:
             raise ValueError("not a message")
         return message
 
+    def closes_within(self, seconds: float) -> bool:
+        """Whether the other side hangs up, having said nothing, in so short a time."""
+        self.socket.settimeout(seconds)
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+
+    @property
+    def peer(self) -> str:
+        """The address of the other side."""
+        return str(self.socket.getpeername()[0])
+
     @property
     def has_more(self) -> bool:
         return b"\n" in self._pending

@@ -12,6 +12,34 @@ import unidist
 from unidist.testing import reference
 
 
+def in_mirrored_view(folder: str) -> dict[str, Any]:
+    with unidist.Strategy() as strategy:
+        return {
+            "curve": curve(strategy),
+            "dtypes": dtypes(strategy),
+            "gradients taken away": gradients_taken_away(strategy),
+            "data loaders": data_loaders_taken_over(strategy),
+            "dropout": dropout_resumed(strategy, folder),
+        }
+
+
+def in_consistent_view(folder: str) -> dict[str, Any]:
+    with unidist.Strategy() as strategy:
+        return {
+            "curve": curve(strategy),
+            "untraceable": model_that_cannot_be_traced(strategy),
+            "seen": what_users_see(strategy),
+            "batches tracked": batches_tracked(strategy),
+            "modes": layers_that_change_their_mode(strategy),
+            "dropout": dropout_resumed(strategy, folder),
+        }
+
+
+def without_graph() -> dict[str, Any]:
+    with unidist.Strategy() as strategy:
+        return {"curve": curve(strategy), "batches tracked": batches_tracked(strategy)}
+
+
 def train(strategy: unidist.Strategy, model: Any, loss_fn: Any, samples: int = 22) -> list[float]:
     """Two passes with an uneven end."""
     model, optimizer = strategy.prepare(model, unidist.SGD(0.3, momentum=0.9))
@@ -20,90 +48,167 @@ def train(strategy: unidist.Strategy, model: Any, loss_fn: Any, samples: int = 2
     return [strategy.mean(step(x, y)) for _ in range(2) for x, y in loader]
 
 
-def mlp(backend: Any, zoo: Any) -> Any:
-    model = zoo.mlp()
+def mlp(strategy: unidist.Strategy) -> Any:
+    from unidist_oneflow import zoo
+
+    model, backend = zoo.mlp(), strategy._backend
     backend.load_state(model, dict(zip(backend.state(model), reference.weights(), strict=True)))
     return model
 
 
-def curve() -> list[float]:
-    with unidist.Strategy() as strategy:
-        from unidist_oneflow import zoo
+def curve(strategy: unidist.Strategy) -> list[float]:
+    from unidist_oneflow import zoo
 
-        return train(strategy, mlp(strategy._backend, zoo), zoo.cross_entropy)
+    return train(strategy, mlp(strategy), zoo.cross_entropy)
 
 
-def model_that_cannot_be_traced() -> tuple[list[float], str]:
+def model_that_cannot_be_traced(strategy: unidist.Strategy) -> tuple[list[float], str]:
     """The losses, and what was said."""
-    with unidist.Strategy() as strategy, contextlib.redirect_stderr(io.StringIO()) as heard:
-        from unidist_oneflow import zoo
+    from unidist_oneflow import zoo
 
-        def loss_fn(model: Any, x: Any, y: Any) -> Any:
-            loss = zoo.cross_entropy(model, x, y)
-            float(loss.detach().numpy()) if x.is_local else loss.item()  # a graph has no values yet
-            return loss
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        loss = zoo.cross_entropy(model, x, y)
+        float(loss.detach().numpy()) if x.is_local else loss.item()  # a graph has no values yet
+        return loss
 
-        return train(strategy, mlp(strategy._backend, zoo), loss_fn), heard.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        return train(strategy, mlp(strategy), loss_fn), heard.getvalue()
 
 
-def what_users_see_in_the_consistent_view() -> dict[str, Any]:
-    with unidist.Strategy() as strategy:
-        import oneflow as flow
+def what_users_see(strategy: unidist.Strategy) -> dict[str, Any]:
+    import oneflow as flow
 
-        from unidist_oneflow import zoo
+    from unidist_oneflow import zoo
 
-        model, optimizer = strategy.prepare(zoo.mlp(), unidist.SGD(0.1))
+    model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
+    loss = step(x, y)
+    twice = zoo.mlp()
+    twice.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
+    return {
+        "the model is global": all(parameter.is_global for parameter in model.parameters()),
+        "the loss is local": loss.is_local,
+        "a reduced loss is local": strategy.all_reduce(loss).is_local,
+        "global before": refusal(lambda: strategy.prepare(twice, unidist.SGD(0.1))),
+        "prepared twice": refusal(lambda: strategy.prepare(model, unidist.SGD(0.1))),
+    }
+
+
+def batches_tracked(strategy: unidist.Strategy) -> int:
+    """The count of batches in a batch normalisation, after two steps on whole batches and one on an uneven one."""
+    from unidist_oneflow import zoo
+
+    model, optimizer = strategy.prepare(zoo.with_buffers(), unidist.SGD(0.1))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    for x, y in strategy.loader(reference.data(4 * strategy.world_size * 2 + 3), per_device_batch=4):
+        step(x, y)
+    return int(strategy._backend.state(model)["1.num_batches_tracked"].numpy())
+
+
+def layers_that_change_their_mode(strategy: unidist.Strategy) -> float:
+    """How far the running mean moved after the batch normalisation was put into evaluation mode. (One more layer has
+    nothing to do with the loss, which must not matter.)"""
+    from oneflow import nn
+
+    from unidist_oneflow import zoo
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.normal, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+            self.unused = nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(self.normal(self.first(x)))
+
+    with contextlib.redirect_stderr(io.StringIO()):  # the ranks begin differently
+        model, optimizer = strategy.prepare(Net(), unidist.SGD(0.1))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
+    step(x, y)
+    model.normal.eval()
+    before = strategy._backend.state(model)["normal.running_mean"].numpy().copy()
+    step(x, y)
+    return float(abs(strategy._backend.state(model)["normal.running_mean"].numpy() - before).max())
+
+
+def dropout_resumed(strategy: unidist.Strategy, folder: str) -> tuple[list[float], list[float]]:
+    """Losses after a checkpoint, and those of a run that was resumed from it."""
+    from oneflow import nn
+
+    from unidist_oneflow import zoo
+
+    x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
+
+    def make() -> Any:
+        model, optimizer = strategy.prepare(
+            nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)), unidist.SGD(0.1)
+        )
         step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-        x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
-        loss = step(x, y)
-        twice = zoo.mlp()
-        twice.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
-        return {
-            "the model is global": all(parameter.is_global for parameter in model.parameters()),
-            "the loss is local": loss.is_local,
-            "a reduced loss is local": strategy.all_reduce(loss).is_local,
-            "global before": refusal(lambda: strategy.prepare(twice, unidist.SGD(0.1))),
-            "prepared twice": refusal(lambda: strategy.prepare(model, unidist.SGD(0.1))),
-        }
+        return {"model": model, "optimizer": optimizer}, lambda: float(step(x, y).numpy())
+
+    with contextlib.redirect_stderr(io.StringIO()):  # the ranks begin differently; dropout is not compiled
+        (parts, step), (others, other_step) = make(), make()
+    step()
+    strategy.save(folder, **parts)
+    losses = [step() for _ in range(3)]
+    strategy.load(folder, **others)
+    return losses, [other_step() for _ in range(3)]
 
 
-def dtypes() -> dict[str, Any]:
+def dtypes(strategy: unidist.Strategy) -> dict[str, Any]:
     """float16 and bfloat16 would abort the process inside OneFlow's own all_reduce and broadcast."""
-    with unidist.Strategy() as strategy:
-        import oneflow as flow
+    import oneflow as flow
 
-        from unidist_oneflow import zoo
+    from unidist_oneflow import zoo
 
-        results: dict[str, Any] = {}
-        for dtype in (flow.float16, flow.bfloat16, flow.int8, flow.bool):
-            own = flow.ones(3).to(dtype)
-            for op in ("sum", "min", "max"):
-                results[f"{dtype} {op}"] = strategy.all_reduce(own, op).to(flow.float32).numpy().tolist()
-            results[f"{dtype} broadcast"] = strategy.broadcast(own).to(flow.float32).numpy().tolist()
-        results["int16"] = refusal(lambda: strategy._backend.from_numpy(np.zeros(2, np.int16)))
-        results["float16 model"] = refusal(lambda: strategy.prepare(zoo.mlp().to(flow.float16), unidist.SGD(0.1)))
-        double = mlp(strategy._backend, zoo).to(flow.float64)
-        model, optimizer = strategy.prepare(double, unidist.SGD(0.3))
-        step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-        x, y = reference.data(4 * strategy.world_size)
-        loader = strategy.loader((x.astype(np.float64), y), per_device_batch=4, keep_float64=True)
-        step(*next(iter(loader)))
-        serial = reference.Serial(reference.weights(), unidist.SGD(0.3))
-        serial.step(x, y)
-        state = [strategy._backend.to_numpy(each) for each in strategy._backend.state(model).values()]
-        results["float64 error"] = max(abs(a - b).max() for a, b in zip(state, serial.parameters, strict=True))
-        return results
+    results: dict[str, Any] = {}
+    for dtype in (flow.float16, flow.bfloat16, flow.int8, flow.bool):
+        own = flow.ones(3).to(dtype)
+        for op in ("sum", "min", "max"):
+            results[f"{dtype} {op}"] = strategy.all_reduce(own, op).to(flow.float32).numpy().tolist()
+        results[f"{dtype} broadcast"] = strategy.broadcast(own).to(flow.float32).numpy().tolist()
+    results["int16"] = refusal(lambda: strategy._backend.from_numpy(np.zeros(2, np.int16)))
+    results["float16 model"] = refusal(lambda: strategy.prepare(zoo.mlp().to(flow.float16), unidist.SGD(0.1)))
+    model, optimizer = strategy.prepare(mlp(strategy).to(flow.float64), unidist.SGD(0.3))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    x, y = reference.data(4 * strategy.world_size)
+    loader = strategy.loader((x.astype(np.float64), y), per_device_batch=4, keep_float64=True)
+    step(*next(iter(loader)))
+    serial = reference.Serial(reference.weights(), unidist.SGD(0.3))
+    serial.step(x, y)
+    state = [strategy._backend.to_numpy(each) for each in strategy._backend.state(model).values()]
+    results["float64 error"] = max(abs(a - b).max() for a, b in zip(state, serial.parameters, strict=True))
+    return results
 
 
-def gradients_taken_away() -> str:
-    with unidist.Strategy() as strategy:
-        from unidist_oneflow import zoo
+def gradients_taken_away(strategy: unidist.Strategy) -> str:
+    from unidist_oneflow import zoo
 
-        model, optimizer = strategy.prepare(zoo.mlp(), unidist.SGD(0.1))
-        step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-        optimizer.zero_grad(set_to_none=True)
-        x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
-        return refusal(lambda: step(x, y))
+    model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    optimizer.zero_grad(set_to_none=True)
+    x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
+    return refusal(lambda: step(x, y))
+
+
+def data_loaders_taken_over(strategy: unidist.Strategy) -> list[Any]:
+    """What strategy.loader makes of DataLoaders with various samplers: the samples seen by all, or the error."""
+    import oneflow as flow
+    from oneflow.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+
+    data = TensorDataset(flow.arange(10))
+    own = DistributedSampler(data, shuffle=True, seed=4)
+    wrong = DistributedSampler(data, num_replicas=2, rank=1 - strategy.rank)
+    results: list[Any] = []
+    for sampler in (own, wrong, SubsetRandomSampler(range(5))):
+        try:
+            loader = strategy.loader(DataLoader(data, batch_size=2, sampler=sampler, num_workers=1))
+            results.append(strategy.gather([x for (x,) in loader]).tolist())
+        except unidist.UnidistError as error:
+            results.append(str(error))
+    return results
 
 
 def refusal(action: Any) -> str:

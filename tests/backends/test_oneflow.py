@@ -4,36 +4,54 @@ import oneflow_on_ranks as on_ranks
 import pytest
 
 import unidist
-from unidist.testing import conformance
+from unidist.testing import conformance, suite
 
-test_mirrored = conformance("oneflow", zoo="unidist_oneflow.zoo", world_sizes=(1, 2, 3), view="mirrored")
-test_consistent = conformance("oneflow", zoo="unidist_oneflow.zoo", world_sizes=(1, 2, 3), view="consistent")
+ZOO = "unidist_oneflow.zoo"
+test_mirrored = conformance("oneflow", zoo=ZOO, world_sizes=(1, 2, 3), view="mirrored")
+# How a rank dies and what a checkpoint holds does not depend on the view, so that is done once ...
+test_consistent = conformance("oneflow", zoo=ZOO, world_sizes=(1, 2, 3), one_launch=True, view="consistent")
+
+
+def test_consistent_view_resumes_on_another_number_of_ranks():  # ... but for this
+    suite.resume(suite.Configuration("oneflow", ZOO, 3, (("view", "consistent"),)), 2)
 
 
 def on_two(function, **options):
-    """What each of two ranks gave back, which is the same."""
-    first, second = unidist.launch(function, nproc=2, backend="oneflow", quiet=True, **options)
-    return first, second
+    """What each of two ranks gave back."""
+    return unidist.launch(function, nproc=2, backend="oneflow", quiet=True, **options)
 
 
-def test_both_views_compiled_or_not_give_one_curve():
-    mirrored, _ = on_two(on_ranks.curve)
-    compiled, _ = on_two(on_ranks.curve, view="consistent")
-    eager, _ = on_two(on_ranks.curve, view="consistent", graph=False)
-    assert compiled == pytest.approx(mirrored, abs=2e-6)
-    assert eager == pytest.approx(mirrored, abs=2e-6)
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    return on_two(on_ranks.in_mirrored_view, args=(str(tmp_path_factory.mktemp("mirrored") / "saved"),))
 
 
-def test_model_that_cannot_be_traced_runs_eagerly_and_says_why():
-    mirrored, _ = on_two(on_ranks.curve)
-    (losses, said), (_, quiet) = on_two(on_ranks.model_that_cannot_be_traced, view="consistent")
-    assert losses == pytest.approx(mirrored, abs=2e-6)
+@pytest.fixture(scope="module")
+def consistent(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("consistent") / "saved")
+    return on_two(on_ranks.in_consistent_view, args=(folder,), view="consistent")
+
+
+@pytest.fixture(scope="module")
+def without_graph():
+    return on_two(on_ranks.without_graph, view="consistent", graph=False)
+
+
+def test_both_views_compiled_or_not_give_one_curve(mirrored, consistent, without_graph):
+    for results in (*consistent, *without_graph):
+        assert results["curve"] == pytest.approx(mirrored[0]["curve"], abs=2e-6)
+
+
+def test_model_that_cannot_be_traced_runs_eagerly_and_says_why(mirrored, consistent):
+    (losses, said), (_, quiet) = (results["untraceable"] for results in consistent)
+    assert losses == pytest.approx(mirrored[0]["curve"], abs=2e-6)
     assert said.count("runs eagerly, because nn.Graph cannot trace it") == 1
     assert quiet == ""
 
 
-def test_consistent_view_shows_plain_values():
-    for seen in on_two(on_ranks.what_users_see_in_the_consistent_view, view="consistent"):
+def test_consistent_view_shows_plain_values(consistent):
+    for results in consistent:
+        seen = results["seen"]
         assert seen["the model is global"]
         assert seen["the loss is local"]
         assert seen["a reduced loss is local"]
@@ -41,8 +59,23 @@ def test_consistent_view_shows_plain_values():
         assert "prepared already" in seen["prepared twice"]
 
 
-def test_dtypes_that_would_abort_the_process():
-    for results in on_two(on_ranks.dtypes):
+def test_batch_normalisation_counts_its_batches(consistent, without_graph):
+    assert [results["batches tracked"] for results in (*consistent, *without_graph)] == [3] * 4
+
+
+def test_layer_that_changes_its_mode_is_traced_again(consistent):
+    assert [results["modes"] for results in consistent] == [0.0, 0.0]
+
+
+def test_dropout_resumes(mirrored, consistent):
+    for results in (*mirrored, *consistent):
+        losses, resumed = results["dropout"]
+        assert losses == resumed
+        assert len(set(losses)) == 3
+
+
+def test_dtypes_that_would_abort_the_process(mirrored):
+    for results in (each["dtypes"] for each in mirrored):
         for dtype in ("oneflow.float16", "oneflow.bfloat16", "oneflow.int8"):
             assert results[f"{dtype} sum"] == [2.0] * 3
             assert results[f"{dtype} min"] == results[f"{dtype} max"] == results[f"{dtype} broadcast"] == [1.0] * 3
@@ -52,6 +85,13 @@ def test_dtypes_that_would_abort_the_process():
         assert results["float64 error"] < 1e-7  # its kernels take the rate as float32
 
 
-def test_gradients_that_were_taken_away_are_missed():
-    for said in on_two(on_ranks.gradients_taken_away):
-        assert "set_to_none" in said
+def test_gradients_that_were_taken_away_are_missed(mirrored):
+    for results in mirrored:
+        assert "set_to_none" in results["gradients taken away"]
+
+
+def test_samplers_of_a_data_loader(mirrored):
+    for rank, (own, wrong, subset) in enumerate(each["data loaders"] for each in mirrored):
+        assert own == list(range(10))
+        assert f"says rank {1 - rank} of 2, this is rank {rank} of 2" in wrong
+        assert "SubsetRandomSampler" in subset

@@ -1,5 +1,7 @@
 """The cluster in OneFlow's words: what is understood, what is refused, and which node a host takes itself for."""
 
+import os
+
 import pytest
 
 from unidist import registry
@@ -116,7 +118,16 @@ def test_an_interface_that_is_not_there(monkeypatch):
         preflight.check_interface(World(0, 2), None, on_gpu=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     preflight.check_interface(World(0, 2), None, on_gpu=False)
-    assert preflight.interface_of("127.0.0.1") == "lo"
+
+
+def test_an_interface_that_does_not_lead_to_the_other_nodes(monkeypatch):
+    two_nodes = World(0, 2, 0, 1, 0, 2)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^lo")
+    with pytest.raises(WorldError, match=r"\^lo.*lo, which has this node's address 127\.0\.0\.1"):
+        preflight.check_interface(two_nodes, "127.0.0.1", on_gpu=True)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    preflight.check_interface(two_nodes, "127.0.0.1", on_gpu=True)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 def test_device():

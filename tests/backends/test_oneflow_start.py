@@ -173,6 +173,21 @@ def test_unreachable_master(ranks, port):
     assert "nothing listens there" in output
 
 
+def test_a_rank_that_cannot_import_oneflow(ranks, port):
+    """The others wait for it inside OneFlow by then, where no thread of Python's runs."""
+    script = ranks.script()
+    script.write_text(
+        "import os, sys\nif os.environ['RANK'] == '1': sys.modules['google'] = None\n" + script.read_text()
+    )
+    (code, output), (other_code, other) = outcome(*ranks.start_all(script, script, port=port))
+    assert code == -signal.SIGKILL
+    assert "PeerFailed" in output
+    assert "rank 1 on " in output
+    assert "oneflow cannot be imported" in output
+    assert other_code == 1
+    assert "unidist setup oneflow" in other
+
+
 @pytest.mark.parametrize(
     ("last", "code", "said"),
     [
@@ -221,10 +236,11 @@ def test_noise_is_shown_when_the_import_fails(capfd):
 def test_command_line_spells_options_as_oneflow_does(tmp_path):
     script = tmp_path / "train.py"
     script.touch()
-    command = [sys.executable, "-m", "unidist", "run", "--backend", "oneflow", "--machine", "127.0.0.1"]
-    command += ["--ctrl-port", "9988", "--view=consistent", "--dry-run=json", str(script)]
+    command = [sys.executable, "-m", "unidist", "run", "--backend", "oneflow", "--machine", "10.0.0.1,10.0.0.2"]
+    command += ["--ctrl-port", "9988", "--node-rank=1", "--view=consistent", "--dry-run=json", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     [worker] = json.loads(done.stdout)
     assert worker["env"]["MASTER_PORT"] == "9988"
+    assert worker["env"]["RANK"] == "1"
     assert json.loads(worker["env"]["UNIDIST_OPTIONS"])["view"] == "consistent"

@@ -15,7 +15,7 @@ from hosts import Hosts
 from unidist.launch.environments import interpreter_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 240.0
+PATIENCE = 120.0
 MACHINE = '[{"addr": "10.77.0.1"}, {"addr": "10.77.0.2"}]'
 CURVE = [2.232611, 1.444966]  # what every backend prints for two epochs from these weights
 
@@ -36,7 +36,9 @@ class Nodes:
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts, self._folder = hosts, folder
         self._python, variables = interpreter_for("oneflow")
-        self._env = {**variables, "OMP_NUM_THREADS": "1"}
+        # Nobody is at that address: connections between the hosts must not go there.
+        proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://10.77.0.99:3128")
+        self._env = {**variables, **proxies, "OMP_NUM_THREADS": "1"}
         self._started: list[subprocess.Popen[str]] = []
 
     def script(self, name: str = "train.py", machine: str = MACHINE, epochs: int = 2, **options: object) -> Path:
@@ -47,6 +49,9 @@ class Nodes:
 
     def start(self, node: int, script: Path) -> subprocess.Popen[str]:
         return self._keep(self._hosts[node].start([self._python, str(script)], env=self._env))
+
+    def run(self, node: int, command: list[str]) -> subprocess.Popen[str]:
+        return self._keep(self._hosts[node].start(command))
 
     def unidist_run(self, node: int, *arguments: str) -> subprocess.Popen[str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -118,6 +123,41 @@ def test_lists_in_another_order(nodes: Nodes) -> None:
     for code, _, said in outcome(nodes.start(0, one), nodes.start(1, other)):
         assert code != 0
         assert "the list of machines differs between nodes" in said
+
+
+RELAY = """
+import asyncio
+
+async def pass_on(reader, writer):
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
+
+async def connected(reader, writer):
+    try:
+        there = await asyncio.open_connection("10.77.0.1", 9988)
+    except OSError:
+        return writer.close()
+    await asyncio.gather(pass_on(reader, there[1]), pass_on(there[0], writer))
+
+async def main():
+    async with await asyncio.start_server(connected, "10.77.0.3", 9988) as server:
+        await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+def test_only_ctrl_port_is_mapped_out_of_a_container(nodes: Nodes) -> None:
+    """h0 is the container, on h2, which is in the list and passes on what comes to ctrl_port, before h0 listens too."""
+    nodes.run(2, [sys.executable, "-c", RELAY])
+    arguments = ["--machine", "10.77.0.3,10.77.0.2", "--ctrl-port", "9988"]
+    other = nodes.unidist_run(1, *arguments, str(ROOT / "examples/train.py"))
+    master = nodes.unidist_run(0, *arguments, "--node-rank", "0", str(ROOT / "examples/train.py"))
+    for code, _, said in outcome(master, other):
+        assert code == 1, said
+        assert re.search(r"rank 0 on h0 cannot reach rank 1 on h1 at 10\.77\.0\.3, port \d+", said), said
+        assert "mapping ports by -p is not enough" in said
 
 
 def test_a_host_that_dies_ends_the_others(nodes: Nodes, hosts: Hosts) -> None:

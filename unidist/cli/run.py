@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     # torchrun's words for what is always so here, or is not yet: taken, so that a command line can be carried over.
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
     add("--nnodes", default="1", help=argparse.SUPPRESS)
-    add(*_spellings("node-rank"), type=int, default=0, help=argparse.SUPPRESS)
+    add(*_spellings("node-rank"), type=int, help=argparse.SUPPRESS)
     for name in NOT_NEEDED:
         add(*_spellings(name), help=argparse.SUPPRESS)
     _add_backend_options(parser)
@@ -119,8 +119,10 @@ def _add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_torchrun(args)
     plugin, why = environments.choose(args.backend)
+    if args.node_rank is not None and any(each.name == "node_rank" for each in fields(plugin.options)):
+        args.option, args.node_rank = [*args.option, f"node_rank={args.node_rank}"], None  # the backend's own word, too
+    _check_torchrun(args)
     options = parse_options(plugin, args.option)
     registry.build_options(plugin, options)  # a misspelt one ends here, before anything starts
     nproc = _nproc(args.nproc)
@@ -202,8 +204,9 @@ def _spellings(name: str) -> tuple[str, ...]:
 def _check_torchrun(args: argparse.Namespace) -> None:
     if args.nnodes not in ("1", "1:1") or args.node_rank:
         raise UsageError(
-            f"--nnodes {args.nnodes} --node-rank {args.node_rank}: `unidist run` starts the processes of one machine. "
-            "Across machines start the script with torchrun, srun, mpirun or horovodrun: unidist finds its place there."
+            f"--nnodes {args.nnodes} --node-rank {args.node_rank or 0}: `unidist run` starts the processes of one "
+            "machine. Across machines start the script with torchrun, srun, mpirun or horovodrun: unidist finds its "
+            "place there."
         )
     given = [f"--{name}" for name in NOT_NEEDED if getattr(args, name.replace("-", "_"))]
     if given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ class Run:
         self.loader = case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3)
         self.losses: list[float] = []
 
-    def train(self, steps: int) -> Run:
-        while steps > 0:
+    def train(self, steps: int, saving: Mapping[int, Path] | None = None) -> Run:
+        """`saving`: where to, after which steps, without leaving the pass."""
+        done = 0
+        while done < steps:
             for x, y in self.loader:
                 self.losses.append(self._strategy.mean(self._step(x, y)))
-                steps -= 1
-                if steps == 0:
+                done += 1
+                if saving and done in saving:
+                    self.save(saving[done], done)
+                if done == steps:
                     break
         return self
+
+    def save(self, place: Path, stop: int) -> None:
+        self._strategy.save(place, **self.parts, note={"stop": stop, "best": [0.5, None]})
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -55,21 +63,24 @@ def promised(case: Case) -> bool:
 
 @check
 def resumed_run_goes_on_as_if_nothing_had_happened(case: Case) -> None:
-    """From the end of an epoch and from the middle of one; to the last bit where sums of ranks are exact."""
+    """From the end of an epoch and from the middle of one, saved in passing or after a stop; to the last bit where sums
+    of ranks are exact. A run can be resumed into new parts as well as into used ones."""
     if not promised(case):
         return
     tolerance = 0.0 if case.size <= 2 else 1e-6
     for number, spec in enumerate(SPECS):
-        for stop in (3, 4, 6):  # four steps make an epoch
-            whole = Run(case, spec).train(10)
-            place = case.folder / f"run-{number}-{stop}"
-            case.strategy.save(place, **Run(case, spec).train(stop).parts, note={"stop": stop, "best": [0.5, None]})
-            resumed = Run(case, spec)
+        places = {stop: case.folder / f"run-{number}-{stop}" for stop in (3, 4, 6)}  # four steps make an epoch
+        whole, stopped, resumed = (Run(case, spec) for _ in range(3))
+        whole.train(10, saving={stop: places[stop] for stop in (3, 4)})
+        stopped.train(6).save(places[6], 6)
+        for stop, place in places.items():
+            resumed.losses.clear()
             values = case.strategy.load(place, **resumed.parts)
             resumed.train(10 - stop)
             assert values == {"note": {"stop": stop, "best": [0.5, None]}}
             if case.strategy.capabilities.synchronous is not True:
                 continue
+            close(stopped.losses, whole.losses[:6], tolerance)
             close(resumed.losses, whole.losses[stop:], tolerance)
             close(case.parameters(resumed.model), case.parameters(whole.model), tolerance)
 
