@@ -182,6 +182,11 @@ def test_a_bar_ends_with_its_last_state(place: Place) -> None:
         assert f"[{name}] \n" not in ended.out
 
 
+def test_lines_as_windows_ends_them(place: Place) -> None:
+    ended = place.run(*RUN, place.script(r"sys.stdout.buffer.write(b'a\r\n\r\nb\r\n')"))
+    assert ended.out == "[worker 0] a\n[worker 0] \n[worker 0] b\n"
+
+
 def test_a_dump_of_the_stack_is_shown_at_once_and_whole(place: Place) -> None:
     script = place.script(
         """
@@ -304,6 +309,18 @@ def test_a_job_ends_while_nobody_reads_it(place: Place) -> None:
     assert set(ended.out.splitlines()) == {"[worker 0] " + "x" * 1000}
 
 
+def test_a_summary_that_nobody_reads(place: Place) -> None:
+    script = place.script("print('x' * 500_000, file=sys.stderr)\nsys.exit(3)")
+    command = place.command(*RUN, script)
+    with subprocess.Popen(command, env=place.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        place.wait_for_pids(1)
+        place.all_gone()
+        while process.poll() is None:  # the launcher alone is left, waiting to be read
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert process.returncode in (3, 143)  # whichever it heard of first
+
+
 def test_ctrl_c_while_nobody_reads_us(place: Place) -> None:
     process = place.start(*RUN, place.script("while True: print('x' * 1000)"))
     place.wait_for_pids(1)
@@ -413,6 +430,19 @@ def test_a_cause_that_is_slow_to_die(place: Place) -> None:
     ended = place.run(*RUN, "-n", "2", script)
     assert "worker 1" in ended.summary[0]
     assert "ValueError: the cause" in "\n".join(ended.summary)
+
+
+def test_what_is_not_shown_is_not_referred_to(place: Place) -> None:
+    script = place.script(
+        """
+        import traceback
+        if rank == 0: wait_for(3)
+        try: {}["x"]
+        except KeyError: traceback.print_exc()
+        if rank == 1: leave(10**9)
+        """
+    )
+    assert "[worker 0] KeyError: 'x'" in place.run(*RUN, "-n", "2", "--quiet", script).err
 
 
 def test_the_same_error_everywhere_is_shown_once(place: Place) -> None:
@@ -550,7 +580,7 @@ def test_killing_the_launcher_leaves_nothing_behind(place: Place, victim: str) -
     elif victim == "supervisor":
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         title = Path(f"/proc/{children[0]}/cmdline").read_bytes()  # whoever kills by name does not kill both
-        assert title.startswith(b"unidist supervisor of %d" % process.pid)
+        assert title.startswith(b"supervisor of process %d" % process.pid)
         os.kill(int(children[0]), signal.SIGKILL)
     else:
         os.killpg(process.pid, signal.SIGKILL)
@@ -664,7 +694,7 @@ def test_a_hang_is_reported_and_ended(place: Place) -> None:
     text = "\n".join(ended.summary)
     for rank in (0, 2):
         assert re.search(rf"worker {rank}: step 19, in all_reduce, for \d+ s$", text, re.M)
-    assert re.search(r"worker 1: step 19, in step, for \d+ s  <- behind: the others wait for it$", text, re.M)
+    assert re.search(r"worker 1: step 19, in step, for \d+ s  <- behind the others$", text, re.M)
     assert re.search(r"worker 3: not heard of  <- missing$", text, re.M)
     assert "in <module>" in ended.err  # where each was in the script
 
@@ -702,15 +732,24 @@ def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
     assert len(ended.out) == 40 * (100_000 + len("[worker 0] \n"))
 
 
-def test_paused_ranks_are_not_hung(place: Place) -> None:
+def test_a_slow_start_is_no_hang(place: Place) -> None:
+    script = place.script(HEART + "    time.sleep(3 + rank); heart.start(); time.sleep(1.5)")
+    ended = place.run(*RUN, "-n", "2", "--timeout", "2", script)
+    assert ended.code == 0, ended.err
+
+
+def test_paused_ranks_and_who_waits_for_them_are_not_hung(place: Place) -> None:
     script = place.script(
-        """
-        from unidist.control import Heart, connect_from_env
-        with Heart(connect_from_env(), rank, interval=0.1) as heart, heart.pause():
+        HEART
+        + """
+    with heart:
+        if rank == 0:
+            with heart.pause(): time.sleep(4)
+        else:
             time.sleep(4)
-        """
+    """
     )
-    assert place.run(*RUN, "--timeout", "2", script).code == 0
+    assert place.run(*RUN, "-n", "2", "--timeout", "2", script).code == 0
 
 
 def test_a_taken_port_names_its_holder(place: Place) -> None:

@@ -43,7 +43,7 @@ class Beat:
     rank: int
     step: int
     operation: str
-    moves: int  # how often it got somewhere; equal on ranks that are in the same place
+    moves: int  # how often it got somewhere; where ranks go in lockstep, equal in the same place
     paused: bool  # it said that no progress is to be expected for a while
     silent: float  # since it was last heard
     stuck: float  # since it last got anywhere; 0 while paused

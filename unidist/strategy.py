@@ -63,9 +63,10 @@ class Strategy:
         found = detect(init=init, rank=rank, world_size=world_size, timeout=timeout)
         if found.role != "worker":
             registry.serve(plugin, found, settings)
+        engine = registry.backend_class(plugin)
         self._watch = Watch(found)
         try:
-            self._backend = registry.backend_class(plugin)(found, settings, device, timeout)
+            self._backend = engine(found, settings, device, timeout)
             self._watch.attach(self._backend)
         except BaseException:
             self._watch.close()

@@ -46,18 +46,21 @@ class Watch:
         if os.environ.get("UNIDIST_CONTROL"):  # empty where each node has a launcher of its own
             from unidist.control import connect_from_env
 
-            self._begin(connect_from_env())
+            control = connect_from_env()
+            assert control is not None
+            # The launcher's number of this process, which may have been given another rank by hand.
+            self._begin(control, int(os.environ.get("UNIDIST_RANK", world.rank)))
 
-    def _begin(self, control: Control | None) -> None:
+    def _begin(self, control: Control, number: int) -> None:
         from unidist.control import Heart
 
-        assert control is not None
-        self._control, self._heart = control, Heart(control, self._world.rank).start()
+        self._control, self._heart = control, Heart(control, number).start()
 
     def attach(self, backend: Backend) -> None:
+        self._world = backend.world  # an engine may have numbered the ranks itself
         self._lockstep = backend.capabilities.lockstep is True
         if self._heart is None and self._checking and self._world.world_size > 1:
-            self._begin(self._host(backend))
+            self._begin(self._host(backend), self._world.rank)
         from unidist.collectives import Collectives
 
         self.collectives: Collectives = Collectives(backend, self.before if self._heart else None)

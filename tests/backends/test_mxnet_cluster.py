@@ -265,7 +265,8 @@ SMALL = SCRIPT.replace("unidist.Strategy()", "unidist.Strategy(update_on='server
 
 @pytest.mark.parametrize(("way", "script"), [("by hand", SCRIPT), ("launch.py", SCRIPT), ("MXJob", SMALL)])
 def test_same_script_in_four_shells(tmp_path, way, script):
-    with four_shells(tmp_path, way=way, script=script) as started:
+    # Where ps-lite numbers the workers, their checks in debug mode must wait for those numbers.
+    with four_shells(tmp_path, way=way, script=script, UNIDIST_DEBUG=str(int(way == "by hand"))) as started:
         codes = {name: process.wait(120) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert set(codes.values()) == {0}, said

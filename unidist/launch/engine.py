@@ -50,6 +50,17 @@ def run(job: Job, settings: Settings, lifeline: int | None = None) -> Outcome:
 
 def _attempts(job: Job, settings: Settings, fixed: Sequence[int], signals: Signals, lifeline: int | None) -> Outcome:
     screen = Screen(settings.quiet)
+
+    def say(text: str) -> None:
+        heard = len(signals.received)
+
+        def hopeless() -> bool:
+            """Nobody reads us, and whoever started us has gone, or does not want to wait."""
+            signals.read()
+            return len(signals.received) > heard or (lifeline is not None and system.closed(lifeline))
+
+        screen.say(text, hopeless)
+
     plugin = registry.plugin(job.backend)
     log_dir = _log_dir(settings.log_dir)
     causes: list[str] = []
@@ -71,16 +82,16 @@ def _attempts(job: Job, settings: Settings, fixed: Sequence[int], signals: Signa
                 started=control.start,  # its threads begin after the forks; clients wait in the socket's queue
             ).run()
         if outcome.text:
-            screen.say(outcome.text)
+            say(outcome.text)
         if not outcome.again or signals.received or len(causes) >= settings.max_restarts:
             break
         causes.append(outcome.text.partition("\n")[0])
-        screen.say(f"restart {len(causes)} of {settings.max_restarts}")
+        say(f"restart {len(causes)} of {settings.max_restarts}")
     if causes:
         again = "once" if len(causes) == 1 else f"{len(causes)} times"
-        screen.say(f"started again {again}, after: " + "; ".join(causes))
+        say(f"started again {again}, after: " + "; ".join(causes))
     if log_dir and outcome.code:
-        screen.say(f"the whole output is in {log_dir}")
+        say(f"the whole output is in {log_dir}")
     return outcome
 
 
@@ -126,7 +137,7 @@ def run_guarded(job: Job, settings: Settings) -> int:
     if supervisor == 0:
         os.close(writer)
         os.setsid()  # Ctrl-C reaches us through the guard, once; a signal to the guard's group does not take us along
-        system.rename(f"unidist supervisor of {os.getppid()}")  # who kills all of `unidist run` by name kills the guard
+        system.rename(f"supervisor of process {os.getppid()}")  # who kills by the name of unidist kills the guard only
         _child(lambda: run(job, settings, reader).code)
     os.close(reader)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import hashlib
 import importlib.util
 import os
@@ -89,14 +89,15 @@ def overlay() -> Path:
     links = {"unidist": Path(__file__).resolve().parent.parent, **dict(_packages(entries))}
     table = "".join(f"{entry.name} = {entry.value}\n" for entry in entries)
     key = hashlib.sha256(repr((sorted(links.items()), table, __version__)).encode()).hexdigest()[:12]
-    for home in (store.home(), Path(tempfile.gettempdir()) / f"unidist-{os.getuid()}"):  # the first may be read-only
-        place = home / "overlays" / key
-        if place.is_dir():
-            return place
-        with contextlib.suppress(OSError):
+    place = store.home() / "overlays" / key
+    try:
+        if not (place / "unidist").exists():
             _link(place, links, table)
-            return place
-    raise LaunchError(f"cannot write to {store.home()}, nor to {tempfile.gettempdir()}: set UNIDIST_HOME")
+    except OSError:  # a cache that cannot be written. No fixed place elsewhere: anybody could have made it before us.
+        place = Path(tempfile.mkdtemp(prefix="unidist-")) / key
+        atexit.register(shutil.rmtree, place.parent, ignore_errors=True)
+        _link(place, links, table)
+    return place
 
 
 def _link(place: Path, links: dict[str, Path], table: str) -> None:

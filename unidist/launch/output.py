@@ -8,7 +8,7 @@ import re
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,11 +63,14 @@ class Screen:
             head = b"\x1b[%dm%s%s" % (_COLOURS[colour % len(_COLOURS)], head, _RESET)
         self._put(self._fds[stream], head + text + b"\n")
 
-    def say(self, text: str) -> None:
-        """A line of unidist's own, on standard error. This one does wait until it is written."""
+    def say(self, text: str, hopeless: Callable[[], bool]) -> None:
+        """A line of unidist's own, on standard error. This one does wait until it is written, unless `hopeless`."""
+        self._put(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
         with contextlib.suppress(OutputLost):  # then there is nobody to be told
-            self._put(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
-            self.write(wait=True)
+            self.write()
+            while self._waiting and not hopeless():
+                _takes(self._waiting[0][0], within=0.1)
+                self.write()
 
     @property
     def waiting(self) -> bool:
@@ -80,14 +83,15 @@ class Screen:
     def _put(self, fd: int, data: bytes) -> None:
         self._waiting.append((fd, data))
         self._size += len(data)
-        self.write()
 
-    def write(self, wait: bool = False) -> None:
+    def write(self) -> None:
         """Write what waits, as far as it is taken at once."""
-        while self._waiting and (wait or _takes(self._waiting[0][0])):
+        while self._waiting and _takes(self._waiting[0][0]):
             fd, data = self._waiting.popleft()
+            # A pipe that takes anything takes so much without blocking us.
+            while self._waiting and self._waiting[0][0] == fd and len(data) < select.PIPE_BUF:
+                data += self._waiting.popleft()[1]
             try:
-                # A pipe that takes anything takes so much without blocking us.
                 written = os.write(fd, data[: select.PIPE_BUF])
             except BlockingIOError:  # somebody else made it non-blocking
                 written = 0
@@ -96,21 +100,26 @@ class Screen:
             self._size -= written
             if written < len(data):
                 self._waiting.appendleft((fd, data[written:]))
+            if written == 0:
+                return
 
     def forget(self) -> None:
-        """Nobody wants to see what still waits."""
+        """An attempt is over, and nobody wants to see what still waits."""
         self._waiting.clear()
         self._size = 0
+        self._errors.clear()
 
     def first_with(self, error: bytes, name: str) -> str:
         """Who showed this very error first."""
+        if len(self._errors) > 1000:  # a job that logs errors all day
+            self._errors.clear()
         return self._errors.setdefault(error, name)
 
 
-def _takes(fd: int) -> bool:
+def _takes(fd: int, within: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(0))
+    return bool(poll.poll(within * 1e3))
 
 
 class Stream:
@@ -166,10 +175,10 @@ class Stream:
             self._show(f"(its log file cannot be written any more: {error.strerror})".encode())
 
     def _whole(self, line: bytes) -> None:
-        if b"\r" not in line:
-            self._line(line)
-        elif (state := _last_state(line)) != self._bar:  # else it was shown while it was drawn
-            self._line(state)
+        line = line.removesuffix(b"\r")
+        text = _last_state(line) if b"\r" in line else line
+        if not self._bar or text != self._bar:  # else it was shown while it was drawn
+            self._line(text)
         self._bar = b""
 
     def _line(self, line: bytes) -> None:
@@ -204,6 +213,9 @@ class Stream:
 
     def _end_error(self) -> None:
         if not self._error:
+            return
+        if not self._shown:  # nobody can be referred to it
+            self._error = []
             return
         first = self._screen.first_with(b"\n".join(self._error), self._name)
         repeats, self._repeats = self._repeats, first != self._name

@@ -57,8 +57,9 @@ class Ports:
             self._hold(port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and _only_closing(port):
-                self._hold(port, at_once=True)
-                return port
+                with contextlib.suppress(OSError):
+                    self._hold(port, at_once=True)
+                    return port
             who = f": {holder(port)}" if error.errno == errno.EADDRINUSE else ""
             raise LaunchError(
                 f"port {port} cannot be used on {self._host} ({error.strerror}){who}. "
@@ -68,16 +69,21 @@ class Ports:
 
     def _hold(self, port: int, at_once: bool = False) -> None:
         """`at_once`: also while connections of an earlier job are still closing."""
+        # A bound socket shows in no table of the kernel's. So that other launchers see it there is a name, too, which
+        # goes with this process.
+        name = socket.socket(socket.AF_UNIX)
         held = socket.socket()
         try:
+            name.bind(f"\0unidist-port-{port}")
             if at_once:
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((self._host, port))
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except BaseException:
             held.close()
+            name.close()
             raise
-        self._held.append(held)
+        self._held += [held, name]
 
 
 def _rows(port: int) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import time
 from collections import defaultdict
@@ -89,9 +90,16 @@ def stopping_signals() -> list[signal.Signals]:
 
 
 def command(pid: int) -> str:
+    """What it was started as, in short."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return " ".join(file.read().decode(errors="replace").split("\0"))[:60].strip()
+        program, *arguments = file.read().decode(errors="replace").split("\0")
+        return " ".join([os.path.basename(program), *arguments])[:60].strip()
     return "?"
+
+
+def closed(lifeline: int) -> bool:
+    """Whether the other end of a pipe that nobody writes to has gone."""
+    return bool(select.select([lifeline], [], [], 0)[0])
 
 
 def rename(title: str) -> None:

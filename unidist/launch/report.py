@@ -82,6 +82,8 @@ def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
     usual = at_front.most_common(1)[0][0] if at_front else ""
     rows = [f"    {beat.role} {beat.rank}: {_where(beat)}{_odd(beat, front, usual)}" for beat in beats]
     rows += [f"    {name}  <- missing" for name in missing]
+    if not any("<-" in row for row in rows):
+        rows.append("    All are in the same place; the stacks that each has printed tell more.")
     return "\n".join([f"no progress for {timeout:g} s (--timeout). Where each rank is:", *rows])
 
 
@@ -92,4 +94,4 @@ def _where(beat: Beat) -> str:
 def _odd(beat: Beat, front: int, usual: str) -> str:
     if beat.paused or (beat.moves, beat.operation) == (front, usual):
         return ""
-    return "  <- behind: the others wait for it" if beat.moves < front else "  <- not where the others are"
+    return "  <- behind the others" if beat.moves < front else "  <- not where the others are"

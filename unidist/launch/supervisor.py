@@ -28,6 +28,7 @@ from unidist.launch.signals import Signals
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
 ECHO_WAIT = 3.0  # how long the true cause may take to show after an error that looks like its echo
 TIMED_OUT = 124  # as timeout(1) has it
+LEFT_BEHIND_WAIT = 1.0  # the grace time of what workers that ended well have left running
 SERVICES_WAIT = 5.0  # how long servers and schedulers may take to end by themselves after the workers
 
 
@@ -82,7 +83,6 @@ class Supervisor:
 
     _running: list[_Running] = field(default_factory=list, init=False)
     _heard: int = field(default=0, init=False)  # signals that were answered by ending the job; one more means: at once
-    _begun: float = field(default=0.0, init=False)
     _held_up: float = field(default=0.0, init=False)  # when we last had to let the processes wait for our reader
 
     def run(self) -> Outcome:
@@ -119,7 +119,6 @@ class Supervisor:
     def _start(self) -> None:
         base = inherited()
         end_with_parent = system.EndWithParent()
-        self._begun = time.monotonic()
         for process, streams in zip(self.plan, self._output.streams, strict=True):
             try:
                 popen = subprocess.Popen(
@@ -158,12 +157,11 @@ class Supervisor:
         return [beat for beat in beats.values() if (beat.role, beat.rank) in living]
 
     def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
-        if not beats:  # nobody is there yet, or the script does not use unidist
-            return False
         if time.monotonic() - self._held_up < timeout:  # whoever prints had to wait for our reader
             return False
-        late = time.monotonic() - self._begun > timeout
-        return (late and bool(self._unheard(beats))) or any(beat.stuck > timeout for beat in beats)
+        if any(beat.paused and beat.operation != "left" for beat in beats):  # the others may be waiting for that one
+            return False
+        return any(beat.stuck > timeout for beat in beats)
 
     def _unheard(self, beats: Sequence[Beat]) -> list[str]:
         heard = {(beat.role, beat.rank) for beat in beats}
@@ -253,7 +251,7 @@ class Supervisor:
         until = time.monotonic() + 0.5  # for what ends with them, a moment later
         while (left := self._left_behind()) and time.monotonic() < until:
             self._events(0.02)
-        self._stop()
+        self._stop(grace=min(self.grace, LEFT_BEHIND_WAIT))
         return Outcome(0, f"ended what the workers had left running: {', '.join(left)}" if left else "")
 
     def _left_behind(self) -> list[str]:
@@ -264,7 +262,7 @@ class Supervisor:
             if system.group(pid) not in groups
         ]
 
-    def _stop(self, delay: float = 0.0) -> None:
+    def _stop(self, delay: float = 0.0, grace: float | None = None) -> None:
         """SIGTERM to every process group and to who left it; SIGKILL after the grace time or a second signal."""
         self._heard = len(self.signals.received)
         for each in self._running:
@@ -278,7 +276,7 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGTERM)
         system.kill(strays, signal.SIGTERM)
-        until = time.monotonic() + self.grace
+        until = time.monotonic() + (self.grace if grace is None else grace)
         while time.monotonic() < until and not self._impatient and system.descendants(os.getpid()):
             self._events(0.05)
         system.kill_descendants()

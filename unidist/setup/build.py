@@ -60,7 +60,7 @@ def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
 
 
 def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stage], progress: Progress) -> Environment:
-    """A new one beside the old, which goes when all that it had is in the new one."""
+    """A new one beside the old, which goes when all that it had is in the new one, unless somebody is using it."""
     old = store.existing(recipe, version)
     wanted = [each for each in recipe.stages if each in wanted or any(each.name in one.ready() for one in old)]
     environment = store.new(recipe, version)
@@ -70,7 +70,10 @@ def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stag
         steps.run(f"{recipe.name}: {', '.join(recipe.every)}", _pip(environment, *recipe.every))
     _grow(environment, interpreter, wanted, steps)
     for each in old:
-        store.remove(each.path)
+        if store.in_use(each.path):
+            progress.say(f"{each.path} is in use and stays; `unidist setup --prune` removes it later")
+        else:
+            store.remove(each.path)
     return environment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -60,6 +61,17 @@ class Environment:
         return any((self.path / "lib").glob(f"python3*/site-packages/{module}/__init__.py"))
 
     @property
+    def made(self) -> float:
+        try:
+            return (self.path / MARKER).stat().st_mtime
+        except OSError:  # it has just been removed
+            return 0.0
+
+    @property
+    def version(self) -> str:
+        return self.path.name.partition("-python")[2].partition("-")[0]
+
+    @property
     def interrupted(self) -> bool:
         """A stage was begun and not proven. What was ready before still is, but nothing more may be built on it."""
         return (self.path / GROWING).exists()
@@ -82,7 +94,7 @@ class Environment:
 def existing(recipe: Recipe, version: str | None = None) -> list[Environment]:
     """Environments of this recipe with anything ready in them, for this or whichever interpreter, the newest first."""
     found = [each for each in _all(recipe, version) if each.ready()]
-    return sorted(found, key=lambda each: (each.path / MARKER).stat().st_mtime, reverse=True)
+    return sorted(found, key=lambda each: each.made, reverse=True)
 
 
 def new(recipe: Recipe, version: str) -> Environment:
@@ -109,14 +121,33 @@ def find(recipe: Recipe, stage: str) -> Environment | None:
 
 
 def outdated() -> list[Path]:
-    """Environments of recipes that this unidist does not have (any more), and links into checkouts that are gone."""
+    """Environments of recipes that this unidist does not have (any more), or that a newer one has replaced, unless they
+    are in use; and links into checkouts that are gone."""
     current = tuple(f"{recipe.name}-{recipe.key}" for recipe in RECIPES)
-    environments = [path for path in (home() / "environments").glob("*") if not path.name.startswith(current)]
+    places = [path for path in (home() / "environments").glob("*/") if not path.name.startswith(current)]
+    for recipe in RECIPES:
+        newest: set[str] = set()
+        for each in existing(recipe):
+            if each.version in newest:
+                places.append(each.path)
+            newest.add(each.version)
     overlays = (home() / "overlays").glob("*")
-    return environments + [path for path in overlays if not all(link.exists() for link in path.iterdir())]
+    dangling = [path for path in overlays if not all(link.exists() for link in path.iterdir())]
+    return [path for path in places if not in_use(path)] + dangling
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process has anything of this environment loaded, or is building it."""
+    mark = f"{path}/".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        for file in ("maps", "cmdline"):
+            with contextlib.suppress(OSError):
+                if mark in (process / file).read_bytes():
+                    return True
+    return False
 
 
 def remove(path: Path) -> None:
     """An environment's marker goes first, so that it is never half there and ready."""
-    (path / MARKER).unlink(missing_ok=True) if path.is_dir() else path.unlink()
+    (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
