@@ -715,6 +715,24 @@ def test_who_has_ended_or_left_is_not_hung(place: Place) -> None:
     assert ended.code == 0, ended.err
 
 
+def test_who_gives_up_and_ends_well_ends_the_job(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    heart.start()
+    if rank == 1:
+        heart.stop("left after an error")  # as a Strategy does that is left by an exception
+        print("never mind", file=sys.stderr)
+        sys.exit(0)
+    time.sleep(600)
+    """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 1
+    assert ended.summary[0].startswith("unidist: worker 1 on ")
+    assert "because of an error" in "\n".join(ended.summary)
+
+
 def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
     script = place.script(
         HEART

@@ -221,8 +221,8 @@ class Backend(ABC):
         return run
 
     def clear_gradients(self, model: Model) -> None:  # noqa: B027
-        """Called before a group of micro-batches when several models are prepared: the backward of one may have left
-        gradients in another. Override it where backward adds to what is there."""
+        """Called before a group of micro-batches where something may be left: by the backward of another model, or by a
+        group that an error has ended. Override it where backward adds to what is there."""
 
     # -- the framework's own data loaders ----------------------------------------------------------------------
 

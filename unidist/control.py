@@ -35,6 +35,10 @@ Answer = tuple[int, bytes]
 # -- the server ----------------------------------------------------------------------------------------------
 
 
+# How a process may have left: at its end, or because of an error, which it may keep to itself.
+LEFT, GAVE_UP = "left", "left after an error"
+
+
 @dataclass(frozen=True)
 class Beat:
     """The last that was heard of one process. Ages are in seconds, by the server's clock."""
@@ -138,10 +142,10 @@ class _Store:
             still = last is not None and last.report == report and not report["paused"]
             self._pulses[name] = _Pulse(report, now, last.moved if last is not None and still else now)
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, how: str) -> None:
         with self._lock:
             if name in self._pulses:
-                self._pulses[name].report |= {"operation": "left", "paused": True}
+                self._pulses[name].report |= {"operation": how, "paused": True}
 
     def beats(self) -> dict[str, Beat]:
         now = time.monotonic()
@@ -197,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "POST", "beat":
                 store.beat(json.loads(body))
             case "DELETE", "beat":
-                store.leave(name)
+                store.leave(name, body.decode() or LEFT)
             case "PUT", "key":
                 store.put(name, body)
             case "GET", "key":
@@ -312,7 +316,7 @@ class ControlServer:
         return self._http.store.get(key, wait)
 
     def beats(self) -> dict[str, Beat]:
-        """Every process that was ever heard of, by "role rank"; those that left are "left", and paused for good."""
+        """Every process that was ever heard of, by "role rank"; those that left (LEFT, GAVE_UP) are paused for good."""
         return self._http.store.beats()
 
 
@@ -368,9 +372,9 @@ class Control:
         report = {"role": role, "rank": rank, "step": step, "operation": operation}
         self._ask("POST", "/beat", json.dumps(report | {"moves": moves, "paused": paused}).encode())
 
-    def leave(self, role: str, rank: int) -> None:
+    def leave(self, role: str, rank: int, how: str = LEFT) -> None:
         """Say that no more heartbeats are to be expected."""
-        self._ask("DELETE", f"/beat/{quote(f'{role} {rank}')}")
+        self._ask("DELETE", f"/beat/{quote(f'{role} {rank}')}", how.encode())
 
     def close(self) -> None:
         """Close the connections of all threads; a later call opens a new one."""
@@ -486,6 +490,7 @@ class Heart:
         self._control, self._rank, self._role, self._interval = control, rank, role, interval
         self._at = ("start-up", 0, 0)  # operation, step, how often we were told
         self._pauses = 0
+        self._how = LEFT
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="unidist-heart", daemon=True)
 
@@ -493,7 +498,8 @@ class Heart:
         self._thread.start()
         return self
 
-    def stop(self) -> None:
+    def stop(self, how: str = LEFT) -> None:
+        self._how = how
         self._stop.set()
         # A server that hangs may keep the thread in its last call; it is a daemon, and may be left behind.
         self._thread.join(timeout=2)
@@ -524,7 +530,7 @@ class Heart:
             if self._stop.wait(self._interval):
                 break
         with contextlib.suppress(CommunicationError):
-            self._control.leave(self._role, self._rank)
+            self._control.leave(self._role, self._rank, self._how)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

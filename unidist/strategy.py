@@ -158,7 +158,7 @@ class Strategy:
                 self._watch.before("leave")  # in debug mode a rank that is still training is told so
             self._backend.close(failed)
         finally:
-            self._watch.close()
+            self._watch.close(failed)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -258,18 +258,19 @@ class Strategy:
         self._require_open()
         from unidist.same_start import compare_ranks
 
-        notice = compare_ranks(self._backend.state(model), self._backend.to_numpy, self._collectives)
+        settings: dict[str, Any] = {
+            "accumulate": accumulate,
+            "sync_every": sync_every,
+            "sync_batchnorm": sync_batchnorm,
+            "precision": precision,
+            "compression": compression,
+        }
+        notice = compare_ranks(
+            self._backend.state(model), self._backend.to_numpy, self._collectives, {"optimizer": optimizer, **settings}
+        )
         if notice and self.is_main:
             self._say(f"unidist: {notice}")
-        return self._trainer.prepare(
-            model,
-            optimizer,
-            accumulate=accumulate,
-            sync_every=sync_every,
-            sync_batchnorm=sync_batchnorm,
-            precision=precision,
-            compression=compression,
-        )
+        return self._trainer.prepare(model, optimizer, **settings)
 
     def train_step(
         self,

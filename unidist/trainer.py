@@ -60,8 +60,9 @@ class Trainer:
     def _begin(self, model: Any, schedule: Schedule, drawn: Drawn | None) -> Turn:
         if self.closed:
             raise StateError("this Strategy is closed: do the work inside its `with` block")
-        if len(self._prepared) > 1 and not schedule.in_group:
+        if not schedule.in_group and (schedule.stale or len(self._prepared) > 1):
             self._backend.clear_gradients(model)
+            schedule.stale = False
         self._backend.uneven = drawn is not None and drawn.uneven
         self._backend.padding_only = drawn is not None and drawn.real == 0
         return schedule.turn(drawn)
@@ -131,9 +132,13 @@ class Trainer:
             drawn = self._drawn(batch)
             if drawn is not None and 0 < drawn.real < drawn.rows:
                 batch = _without_padding(batch, drawn)
-            turn = self._begin(model, schedule, drawn)
-            watch.step(schedule.updates)
-            loss = run(batch, turn.weight, turn.sync, schedule.update(turn, clip_norm) if turn.closes else None)
+            turn, updates = self._begin(model, schedule, drawn), schedule.updates
+            watch.step(updates)
+            try:
+                loss = run(batch, turn.weight, turn.sync, schedule.update(turn, clip_norm) if turn.closes else None)
+            except BaseException:
+                schedule.give_up(updates)
+                raise
             if turn.average:
                 average(model, "parameters")
             return loss if drawn is None or drawn.weight == 1.0 else loss * drawn.weight
@@ -161,6 +166,7 @@ class Trainer:
                 yield
         except BaseException:
             self._open = None
+            schedule.give_up(schedule.updates)
             raise
 
     def backward(self, loss: Any) -> None:
@@ -168,9 +174,13 @@ class Trainer:
             raise StateError("backward() needs a loss computed inside `with strategy.forward():`, once for each")
         model, schedule, turn, _ = self._open
         self._open = None
-        _check_scalar(loss)
-        self._watch.step(schedule.updates)
-        self._backend.backward(model, loss, turn.weight)
+        try:
+            _check_scalar(loss)
+            self._watch.step(schedule.updates)
+            self._backend.backward(model, loss, turn.weight)
+        except BaseException:
+            schedule.give_up(schedule.updates)
+            raise
         self._open = (model, schedule, turn, "backward")
 
     def step(self, optimizer: Any, clip_norm: float | None) -> bool:

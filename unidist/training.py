@@ -49,6 +49,7 @@ class Schedule:
         self._micro = 0
         self._samples = 0.0  # of this group so far, in units of a full micro-batch
         self._apart = False
+        self.stale = False  # gradients of a group that was given up are still there
         self.updates = 0
 
     @property
@@ -77,6 +78,11 @@ class Schedule:
         rescale = self._every / self._samples if self._samples else 1.0
         self._micro, self._samples = 0, 0.0
         return Turn(0.0, True, self._sync_every == 1, rescale, self._sync_every > 1)
+
+    def give_up(self, updates: int) -> None:
+        """An error in the middle of a step: its group is lost, and no update was made."""
+        self._micro, self._samples = 0, 0.0
+        self.stale, self.updates = True, updates
 
     @property
     def apart(self) -> bool:

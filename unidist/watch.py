@@ -108,9 +108,11 @@ class Watch:
         finally:
             self._paused -= 1
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._heart is not None:
-            self._heart.stop()
+            from unidist.control import GAVE_UP, LEFT
+
+            self._heart.stop(GAVE_UP if failed else LEFT)
         if self._control is not None:
             self._control.close()
         if self._server is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unidist.control import Beat
+from unidist.control import GAVE_UP, LEFT, Beat
 from unidist.errors import LaunchError
 from unidist.launch import processes as system
 from unidist.launch import report
@@ -147,19 +147,40 @@ class Supervisor:
                 return self._failed()
             if all(each.code == 0 for each in self._running if each.process.is_worker):
                 return self._well_done()
-            if self.timeout and self.beats:
-                beats = self._alive(self.beats())
-                if self._is_stuck(beats, self.timeout):
-                    return self._hung(beats, self.timeout)
+            beats = self.beats() if self.beats else {}
+            if deserter := self._deserter(beats):
+                return self._deserted_by(deserter)
+            if self.timeout:
+                living = self._alive(beats)
+                if self._is_stuck(living, self.timeout):
+                    return self._hung(living, self.timeout)
 
     def _alive(self, beats: dict[str, Beat]) -> list[Beat]:
         living = {(each.process.role, each.process.rank) for each in self._running if each.code is None}
         return [beat for beat in beats.values() if (beat.role, beat.rank) in living]
 
+    def _deserter(self, beats: dict[str, Beat]) -> _Running | None:
+        """A worker that gave up because of an error, yet ended with code 0 while others are still at work: not every
+        engine tells those that they wait in vain."""
+        if all(beat.operation in (LEFT, GAVE_UP) for beat in self._alive(beats)):
+            return None
+        for each in self._running:
+            beat = beats.get(f"{each.process.role} {each.process.rank}")
+            if each.code == 0 and beat and beat.operation == GAVE_UP and time.monotonic() - each.ended > ECHO_WAIT:
+                return each
+        return None
+
+    def _deserted_by(self, deserter: _Running) -> Outcome:
+        text = report.failed(deserter.failure, [], sum(each.code is None for each in self._running))
+        self._stop()
+        return Outcome(1, f"{text}\n  It left its Strategy because of an error, which ended there.", again=True)
+
     def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
         if time.monotonic() - self._held_up < timeout:  # whoever prints had to wait for our reader
             return False
-        if any(beat.paused and beat.operation != "left" for beat in beats):  # the others may be waiting for that one
+        if any(
+            beat.paused and beat.operation not in (LEFT, GAVE_UP) for beat in beats
+        ):  # the others may be waiting for that one
             return False
         return any(beat.stuck > timeout for beat in beats)
 

@@ -56,6 +56,14 @@ def different_models_are_reported(case: Case) -> None:
 
 
 @check
+def different_settings_are_reported(case: Case) -> None:
+    if case.size == 1:
+        return
+    with refused(RanksDisagree, "train them differently", "rank"):
+        case.strategy.prepare(case.mlp(), SGD(0.1 * (1 + case.rank)))
+
+
+@check
 def mean_gradient(case: Case) -> None:
     """Local batches of one size: a step is the serial step on their concatenation."""
     same_as_serial(case, SGD(0.5), samples=4 * case.backend.devices * case.size * 3)
@@ -279,3 +287,30 @@ def all_ranks_stay_equal(case: Case) -> None:
         return  # evaluation_is_the_same_on_every_rank is what can be had
     for everywhere in case.strategy.all_gather({"p": case.parameters(model)}):
         close(everywhere["p"], case.parameters(model), tolerance=0)
+
+
+@check
+def error_in_a_step_loses_its_group_only(case: Case) -> None:
+    """Training goes on after an error that the user catches, as if the group that it was in had never begun."""
+    declared = case.strategy.capabilities
+    if declared.accumulate is not True or declared.lockstep is not True or declared.spelled_out is not True:
+        return  # a compiled step does not come back to the user's code
+    whole = 4 * case.backend.devices * case.size
+    fails = [False, False, False, True, False, False]
+
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        if case.backend.devices == 1 and fails.pop(0):
+            raise KeyError("a bad sample")
+        return case.zoo.cross_entropy(model, x, y)
+
+    spec = SGD(lambda update: 0.5 / (1 + update), momentum=0.9)
+    model, optimizer = case.strategy.prepare(case.mlp(), spec, accumulate=2)
+    step = case.strategy.train_step(model, optimizer, loss_fn)
+    for x, y in case.strategy.loader(reference.data(whole * 6), per_device_batch=4):
+        with contextlib.suppress(KeyError):
+            step(x, y)
+    x, y = reference.data(whole * 6)
+    serial = reference.Serial(reference.weights(), spec)
+    for begin in (0, 4) if case.backend.devices == 1 else (0, 2, 4):
+        serial.step(x[begin * whole : (begin + 2) * whole], y[begin * whole : (begin + 2) * whole])
+    case.close_to_serial(model, serial)
