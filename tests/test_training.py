@@ -13,7 +13,8 @@ from unidist.training import Schedule
 def drawn(size, workers, rank, step, per_worker=4):
     epoch = Epoch(size, Batch(per_worker, 1, workers), number=0, shuffle=False, seed=0, tail="keep")
     real, rows, total = epoch.counts(rank, step)
-    return Drawn(epoch, epoch.batch, step, rows, real, total, step == epoch.steps - 1)
+    uneven = total % epoch.batch.workers != 0
+    return Drawn(epoch, epoch.batch, step, rows, real, total, step == epoch.steps - 1, uneven)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

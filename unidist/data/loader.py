@@ -21,16 +21,12 @@ class Drawn(NamedTuple):
     real: int  # of these, samples
     total: int  # samples on all ranks
     last: bool
+    uneven: bool  # the ranks hold different numbers of samples
 
     @property
     def weight(self) -> float:
         """Factor that makes the mean over ranks of local mean losses the mean over the global batch."""
         return self.real * self.batch.workers / self.total
-
-    @property
-    def uneven(self) -> bool:
-        """Whether the ranks hold different numbers of samples."""
-        return self.total % self.batch.workers != 0
 
 
 class Listener(NamedTuple):
@@ -93,7 +89,8 @@ class Loader:
                 consumed = plan.start + step * self.batch.global_batch + total
                 self._place = (plan.number + 1, 0) if last else (plan.number, consumed)
                 # Told before the batch is handed out: the loop body that follows belongs to it.
-                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last), batch)
+                uneven = total % self.batch.workers != 0  # a batch is shared out as evenly as can be
+                self._listener.on_batch(Drawn(plan, self.batch, step, rows, real, total, last, uneven), batch)
                 yield batch
         finally:  # also when the loop was left early
             reading.close()

@@ -68,12 +68,12 @@ class StreamLoader:
                 while self._goes_on(counts):
                     # A rank that has run out repeats its last batch, which weighs nothing.
                     rows, batch = coming if coming[0] else (rows, batch)
-                    real, total = coming[0], sum(counts)
+                    real, total, uneven = coming[0], sum(counts), min(counts) != max(counts)
                     coming, counts = self._next(reading)
                     consumed += self.batch.global_batch if self._own.parted else total
                     last = not self._goes_on(counts)
                     self._place = (number + 1, 0) if last else (number, consumed)
-                    self._listener.on_batch(Drawn(origin, self.batch, step, rows, real, total, last), batch)
+                    self._listener.on_batch(Drawn(origin, self.batch, step, rows, real, total, last, uneven), batch)
                     step += 1
                     yield batch
             finally:
