@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
@@ -28,52 +30,49 @@ class Gradients:
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        trained = {each: parameter for each, parameter in model.named_parameters() if parameter.requires_grad}
-        self._parameters = list(trained.values())
-        self._name = f"{name}, {next(iter(trained), '')} to {next(reversed(trained), '')}"
+        names = [each for each, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())  # frozen ones too: they may thaw
+        self._name = f"{name}, {names[0]} to {names[-1]}" if names else name
 
     @torch.no_grad()
     def average(self) -> None:
         """Replace each gradient by its mean over all ranks."""
-        gradients = self.held()
-        for dtype in dict.fromkeys(each.dtype for each in gradients):
-            self._exchange([each for each in gradients if each.dtype == dtype], f"{self._name}, {dtype}")
+        trained = {number: each for number, each in enumerate(self._parameters) if each.requires_grad}
+        used = torch.tensor([float(each.grad is not None) for each in trained.values()])
+        gradients = {number: _held(each) for number, each in trained.items()}
+        if not gradients:
+            return
+        agreeing = hvd.allreduce_async_(used, op=hvd.Average, name=f"{self._name}, used")
+        for dtype in dict.fromkeys(each.dtype for each in gradients.values()):
+            numbers = [number for number, each in gradients.items() if each.dtype == dtype]
+            with carried([gradients[number] for number in numbers]) as alike:
+                self._exchange(dict(zip(numbers, alike, strict=True)), f"{self._name}, {dtype}")
+        hvd.synchronize(agreeing)
+        for parameter, share in zip(trained.values(), used.tolist(), strict=True):
+            if not share and not parameter.grad.any():  # a compression may have kept some of it until now
+                parameter.grad = None  # zeros would let momentum and weight decay move what nobody used
 
-    def held(self) -> list[torch.Tensor]:
-        """All of them, on every rank: a layer that this rank did not use may have been used on another."""
-        gradients = []
-        for parameter in self._parameters:
-            if not parameter.requires_grad:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = parameter.grad = torch.zeros_like(parameter)
-            elif gradient.layout is not torch.strided:
-                raise UnsupportedOperation("sparse gradients do not travel through Horovod here: use sparse=False")
-            elif not gradient.is_contiguous():
-                gradient = parameter.grad = gradient.contiguous()
-            gradients.append(gradient)
-        return gradients
-
-    def _exchange(self, gradients: list[torch.Tensor], name: str) -> None:
-        hvd.grouped_allreduce_(gradients, op=hvd.Average, name=name)
+    def _exchange(self, gradients: dict[int, torch.Tensor], name: str) -> None:
+        """In place. They are of one dtype and contiguous, by their parameters' places in the model."""
+        hvd.grouped_allreduce_(list(gradients.values()), op=hvd.Average, name=name)
 
 
 class Halves(Gradients):
     """Rounded to float16. Divided first: their sum might not fit."""
 
-    def _exchange(self, gradients: list[torch.Tensor], name: str) -> None:
-        halves = torch._foreach_div([each.half() for each in gradients], hvd.size())
+    def _exchange(self, gradients: dict[int, torch.Tensor], name: str) -> None:
+        halves = torch._foreach_div([each.half() for each in gradients.values()], hvd.size())
         hvd.grouped_allreduce_(halves, op=hvd.Sum, name=name)
-        torch._foreach_copy_(gradients, halves)
+        torch._foreach_copy_(list(gradients.values()), halves)
 
 
 class BrainHalves(Gradients):
     """Rounded to bfloat16, which Horovod moves, as bytes, but cannot add up: every rank adds up all of them."""
 
-    def _exchange(self, gradients: list[torch.Tensor], name: str) -> None:
-        mine = torch.cat([each.reshape(-1) for each in gradients]).to(torch.bfloat16).view(torch.uint8)
-        rows = hvd.allgather(mine.unsqueeze(0), name=name).view(torch.bfloat16).to(gradients[0].dtype)
+    def _exchange(self, gradients: dict[int, torch.Tensor], name: str) -> None:
+        flat = _flat(gradients)
+        mine = flat.to(torch.bfloat16).view(torch.uint8)
+        rows = hvd.allgather(mine.unsqueeze(0), name=name).view(torch.bfloat16).to(flat.dtype)
         _fill(gradients, rows.mean(0))
 
 
@@ -83,17 +82,18 @@ class LargestPart(Gradients):
     def __init__(self, model: Any, name: str, ratio: float) -> None:
         super().__init__(model, name)
         self._ratio = ratio
-        self._rest: dict[str, torch.Tensor] = {}
+        self._rest: dict[int, torch.Tensor] = {}
 
-    def _exchange(self, gradients: list[torch.Tensor], name: str) -> None:
-        flat = torch.cat([each.reshape(-1) for each in gradients])
-        if name in self._rest:
-            flat += self._rest[name]
+    def _exchange(self, gradients: dict[int, torch.Tensor], name: str) -> None:
+        for number, gradient in gradients.items():
+            if number in self._rest:
+                gradient += self._rest[number]
+        flat = _flat(gradients)
         chosen = torch.topk(flat.abs(), max(1, int(self._ratio * flat.numel())), sorted=False).indices
         values = hvd.allgather(flat[chosen].unsqueeze(0), name=f"{name}, values")
         places = hvd.allgather(chosen.unsqueeze(0), name=f"{name}, places")
         flat[chosen] = 0
-        self._rest[name] = flat
+        self._rest.update(_parts(flat, gradients))
         mean = torch.zeros_like(flat)
         for where, theirs in zip(places, values, strict=True):
             mean.index_add_(0, where, theirs, alpha=1 / hvd.size())
@@ -114,35 +114,36 @@ class LowRank(Gradients):
         self._updates += 1
         super().average()
 
-    def _exchange(self, gradients: list[torch.Tensor], name: str) -> None:
+    def _exchange(self, gradients: dict[int, torch.Tensor], name: str) -> None:
         if self._updates <= self._start:
             super()._exchange(gradients, name)
             return
-        thin = [n for n, each in enumerate(gradients) if self._pays(each)]
-        rest = [each for n, each in enumerate(gradients) if n not in thin]
+        thin = [number for number, each in gradients.items() if self._pays(each)]
+        rest = [each for number, each in gradients.items() if number not in thin]
         if rest:
-            super()._exchange(rest, f"{name}, whole")
+            hvd.grouped_allreduce_(rest, op=hvd.Average, name=f"{name}, whole")
         if not thin:
             return
-        matrices = [gradients[n].view(gradients[n].shape[0], -1) for n in thin]
-        for n, matrix in zip(thin, matrices, strict=True):
-            if n in self._errors:
-                matrix += self._errors[n]
-        right = [self._factor(n, matrix) for n, matrix in zip(thin, matrices, strict=True)]
+        matrices = [gradients[number].view(gradients[number].shape[0], -1) for number in thin]
+        for number, matrix in zip(thin, matrices, strict=True):
+            if number in self._errors:
+                matrix += self._errors[number]
+        right = [self._factor(number, matrix) for number, matrix in zip(thin, matrices, strict=True)]
         left = [matrix @ q for matrix, q in zip(matrices, right, strict=True)]
-        super()._exchange(left, f"{name}, left")
+        hvd.grouped_allreduce_(left, op=hvd.Average, name=f"{name}, left")
         left = [torch.linalg.qr(each)[0] for each in left]
         right = [matrix.T @ p for matrix, p in zip(matrices, left, strict=True)]
-        super()._exchange(right, f"{name}, right")
-        for n, matrix, p, q in zip(thin, matrices, left, right, strict=True):
+        hvd.grouped_allreduce_(right, op=hvd.Average, name=f"{name}, right")
+        for number, matrix, p, q in zip(thin, matrices, left, right, strict=True):
             product = p @ q.T
-            self._errors[n], self._factors[n] = matrix - product, q
+            self._errors[number], self._factors[number] = matrix - product, q
             matrix.copy_(product)
 
     def _pays(self, gradient: torch.Tensor) -> bool:
-        rows = gradient.shape[0] if gradient.dim() > 1 else 1
-        columns = gradient.numel() // rows
-        return rows > 1 and self._rank < min(rows, columns) and (rows + columns) * self._rank < rows * columns
+        if gradient.dim() < 2 or not gradient.numel():
+            return False
+        rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
+        return self._rank < min(rows, columns) and (rows + columns) * self._rank < rows * columns
 
     def _factor(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
         if number not in self._factors:
@@ -152,6 +153,33 @@ class LowRank(Gradients):
         return self._factors[number]
 
 
-def _fill(gradients: list[torch.Tensor], flat: torch.Tensor) -> None:
-    parts = flat.split([each.numel() for each in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
+@contextmanager
+def carried(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """As Horovod can add them up: contiguous, and bfloat16 as float32. What becomes of them goes back."""
+    whole = [each.float() if each.dtype == torch.bfloat16 else each.contiguous() for each in tensors]
+    yield whole
+    for tensor, result in zip(tensors, whole, strict=True):
+        if result is not tensor:
+            tensor.copy_(result)
+
+
+def _held(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A gradient on every rank: a layer that this rank did not use may have been used on another."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.layout is not torch.strided:
+        raise UnsupportedOperation("sparse gradients do not travel through Horovod here: use sparse=False")
+    return parameter.grad
+
+
+def _flat(gradients: dict[int, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.reshape(-1) for each in gradients.values()])
+
+
+def _parts(flat: torch.Tensor, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    parts = flat.split([each.numel() for each in gradients.values()])
+    return {number: part.view_as(each) for part, (number, each) in zip(parts, gradients.items(), strict=True)}
+
+
+def _fill(gradients: dict[int, torch.Tensor], flat: torch.Tensor) -> None:
+    torch._foreach_copy_(list(gradients.values()), list(_parts(flat, gradients).values()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import horovod.torch as hvd
@@ -19,7 +20,7 @@ from unidist import Features, World
 from unidist.backend import Reduction
 from unidist.errors import RanksDisagree, UsageError
 from unidist_horovod import HorovodOptions, plugin
-from unidist_horovod.gradients import Gradients, gradients_of
+from unidist_horovod.gradients import Gradients, carried, gradients_of
 from unidist_horovod.meeting import Meeting, translated
 from unidist_torch.models import TorchModels
 
@@ -105,8 +106,9 @@ class TorchOverHorovod(TorchModels):
     def _same_start(self, model: Any) -> None:
         """Everything is under way before the first is waited for. hvd.broadcast_parameters knows fewer dtypes."""
         moving = []
-        for name, tensor in self.state(model).items():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):  # state_dict() has not all buffers
             if tensor.numel():
+                tensor = tensor.detach()
                 whole = tensor.contiguous()
                 moving.append((tensor, whole, hvd.broadcast_async_(_as_bytes(whole), 0, name=f"start of {name}")))
         for tensor, whole, handle in moving:
@@ -132,8 +134,8 @@ class TorchOverHorovod(TorchModels):
 
     def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
         for number, alike in enumerate(self.averaged(model, what)):
-            with self._translated(f"average {what}"):
-                _mean(alike, f"average {what} {number}")
+            with self._translated(f"average {what}"), torch.no_grad(), carried(alike) as whole:
+                hvd.grouped_allreduce_(whole, op=hvd.Average, name=f"average {what} {number}")
 
     # -- a training step
 
@@ -165,13 +167,3 @@ class _Sum(torch.autograd.Function):
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory. What is only moved needs no arithmetic, so every dtype passes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _mean(tensors: list[torch.Tensor], name: str) -> None:
-    """In place, over all ranks; one dtype."""
-    with torch.no_grad():
-        whole = [tensor.contiguous() for tensor in tensors]
-        hvd.grouped_allreduce_(whole, op=hvd.Average, name=name)
-        for tensor, mean in zip(tensors, whole, strict=True):
-            if mean is not tensor:
-                tensor.copy_(mean)

@@ -165,11 +165,16 @@ class TorchModels(Backend):
             parameter.grad = None
 
     def averaged(self, model: Any, what: Literal["gradients", "parameters"]) -> list[list[torch.Tensor]]:
-        """The tensors that `average` means, one list for each dtype, in the same order on all ranks."""
+        """The tensors that `average` means, one list for each dtype, in the same order on all ranks.
+
+        A gradient that no rank has stays None: zeros would let momentum and weight decay move its parameter.
+        """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if what == "gradients":
+            used = self.all_reduce(torch.tensor([each.grad is not None for each in trained]), "max").tolist()
+            trained = [each for each, anywhere in zip(trained, used, strict=True) if anywhere]
             for parameter in trained:
-                if parameter.grad is None:  # on another rank it may be there
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         tensors = [p.grad if what == "gradients" else p.data for p in trained]
         return [[t for t in tensors if t.dtype == dtype] for dtype in dict.fromkeys(t.dtype for t in tensors)]

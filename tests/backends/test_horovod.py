@@ -52,12 +52,32 @@ GLUON = (
 )
 
 
+OWN = (
+    "parameters_that_no_rank_used",
+    "parameters_that_one_rank_used",
+    "gradients_that_no_rank_has",
+    "buffers_outside_the_state",
+    "layers_thawed_and_frozen_later",
+    "parameters_of_two_dtypes",
+    "bfloat16_averaged_by_hand",
+    "parameters_without_elements",
+)
+
+
 @pytest.mark.parametrize("name", GLUON)
 def test_what_only_gluon_has(name):
+    further_check("mxnet", "mxnet_checks", GLUON, name)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_torch_beyond_the_promises(name):
+    further_check("torch", "horovod_checks", OWN, name)
+
+
+def further_check(framework, zoo, names, name):
     path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
-    options = (("framework", "mxnet"),)
-    configuration = Configuration("horovod", "mxnet_checks", 2, options, environment=(("PYTHONPATH", path),))
-    error = run(configuration, GLUON).get(name)
+    options = (("framework", framework),)
+    error = run(Configuration("horovod", zoo, 2, options, environment=(("PYTHONPATH", path),)), names).get(name)
     assert error is None, error
 
 
