@@ -21,22 +21,31 @@ from unidist_horovod.rendezvous import Rendezvous, is_served, tell_everyone, wai
 
 LEAST_TIMEOUT = 30  # seconds: Horovod's own
 COURTESY = 1.0  # seconds: whoever failed shall end first, because horovodrun and mpirun name the first as the cause
+SHUT_DOWN = "Horovod has been shut down"  # by another rank, which is about to end
 GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # a build that has MPI too would take that
 
 
 class Meeting:
-    """A running Horovod. `hvd` is horovod.torch or horovod.mxnet."""
+    """A running Horovod. `hvd` is horovod.torch or horovod.mxnet, and `internal_error` what a lost rank raises in it."""
 
     def __init__(
-        self, hvd: Any, barrier: Callable[[], None], world: World, options: HorovodOptions, timeout: float
+        self,
+        hvd: Any,
+        barrier: Callable[[], None],
+        internal_error: type[Exception],
+        world: World,
+        options: HorovodOptions,
+        timeout: float,
     ) -> None:
-        self._hvd, self._barrier = hvd, barrier
+        self._hvd, self._barrier, self._internal_error = hvd, barrier, internal_error
         if hvd.is_initialized():
             raise StateError(
                 "Horovod is initialised already: leave hvd.init() to unidist, and close the first Strategy before "
                 "opening another"
             )
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(LEAST_TIMEOUT, round(timeout)))} | options.variables()
+        variables = options.variables()
+        if "HOROVOD_GLOO_TIMEOUT_SECONDS" not in os.environ:
+            variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(LEAST_TIMEOUT, round(timeout)))
         if world.source == "openmpi" and hvd.mpi_built():
             self.world = world  # the MPI library knows who is there
             with _environment(variables):
@@ -76,7 +85,8 @@ class Meeting:
                 variables["HOROVOD_GLOO_IFACE"] = _interface_to(host)
             with _environment(variables):
                 self._init(timeout)
-            self._barrier()  # nobody needs the server any more
+            with translated("the start", world.rank, self._internal_error):
+                self._barrier()  # nobody needs the server any more
         self.world = replace(world, master_addr=host)
 
     def _init(self, timeout: float) -> None:
@@ -88,14 +98,22 @@ class Meeting:
             ) from error
 
     def leave(self, failed: bool) -> None:
-        if not failed:
-            self._barrier()
-            self._hvd.shutdown()
+        if failed:
+            self._break_off(sys.exc_info()[1])
             return
+        try:
+            with translated("the end", self.world.rank, self._internal_error):
+                self._barrier()
+        except PeerFailed as error:
+            self._break_off(error)
+            raise
+        self._hvd.shutdown()
+
+    def _break_off(self, error: BaseException | None) -> None:
         leaving = threading.Thread(target=self._hvd.shutdown, daemon=True)  # it may wait for peers
         leaving.start()
         leaving.join(timeout=2.0)
-        if "Horovod has been shut down" in str(sys.exc_info()[1]):  # by another rank, which is about to end
+        if SHUT_DOWN in str(error):
             time.sleep(COURTESY)
 
 
@@ -105,7 +123,7 @@ def translated(what: str, rank: int, internal_error: type[Exception]) -> Iterato
     try:
         yield
     except internal_error as error:
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0].removeprefix("MXNetError: ")
         if text.startswith("Mismatched") or "Invalid" in text:
             raise RanksDisagree(f"{what}: {text}") from error
         raise PeerFailed(
@@ -121,7 +139,7 @@ def _address(world: World) -> tuple[str, int]:
     if world.source == "horovod" and host:
         if not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(f"HOROVOD_GLOO_RENDEZVOUS_PORT is {port!r}, which is not a port")
-        return socket.gethostbyname(host), int(port)
+        return _resolved("HOROVOD_GLOO_RENDEZVOUS_ADDR", host), int(port)
     if world.master_addr is None or world.master_port is None:
         wanted = (
             "HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -132,7 +150,17 @@ def _address(world: World) -> tuple[str, int]:
             f"{world.source} does not say where the ranks meet: set {wanted}, the same for every process, to rank 0's "
             "host and a free port there, or start with `unidist run` or horovodrun"
         )
-    return socket.gethostbyname(world.master_addr), world.master_port
+    return _resolved("the master's address", world.master_addr), world.master_port
+
+
+def _resolved(name: str, host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise UsageError(
+            f"{name} is {host!r}, which this host, {socket.gethostname()}, cannot resolve ({error.strerror}): say rank "
+            "0's IP address, or a name that every host knows"
+        ) from error
 
 
 def _host(world: World, host: str, port: int) -> Rendezvous:

@@ -19,7 +19,7 @@ from unidist import Capabilities, World
 from unidist.backend import Reduction
 from unidist.errors import RanksDisagree
 from unidist_horovod import HorovodOptions, plugin
-from unidist_horovod.meeting import Meeting, translated
+from unidist_horovod.meeting import SHUT_DOWN, Meeting, translated
 from unidist_mxnet import plugin as mxnet
 from unidist_mxnet.arrays import from_numpy
 from unidist_mxnet.models import MxnetModels
@@ -41,7 +41,7 @@ class MxnetOverHorovod(MxnetModels):
 
     def __init__(self, world: World, options: HorovodOptions, device: str | None, timeout: float) -> None:
         super().__init__(world, options, device)
-        self._meeting = Meeting(hvd, _barrier, world, options, timeout)
+        self._meeting = Meeting(hvd, _barrier, mx.MXNetError, world, options, timeout)
         self.world = self._meeting.world
         self.transport, self.version = self._meeting.transport, f"on mxnet {mx.__version__}"
         size = self.world.world_size
@@ -49,7 +49,11 @@ class MxnetOverHorovod(MxnetModels):
 
     def close(self, failed: bool) -> None:
         if not failed:
-            nd.waitall()
+            try:
+                nd.waitall()
+            except mx.MXNetError as error:
+                if SHUT_DOWN not in str(error):  # else leaving says it, in our words
+                    raise
         self._meeting.leave(failed)
 
 

@@ -45,7 +45,7 @@ class TorchOverHorovod(TorchModels):
                 f"device {self.device!r} was asked for, but this Horovod was built without GPU operations: build it "
                 "with HOROVOD_GPU_OPERATIONS=NCCL, or say device='cpu'"
             )
-        self._meeting = Meeting(hvd, hvd.barrier, world, options, timeout)
+        self._meeting = Meeting(hvd, hvd.barrier, HorovodInternalError, world, options, timeout)
         self.world = self._meeting.world
         self.transport, self.version = self._meeting.transport, f"on torch {torch.__version__}"
         self._translated = partial(translated, rank=self.world.rank, internal_error=HorovodInternalError)

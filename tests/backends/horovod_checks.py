@@ -4,7 +4,8 @@ so that they import it."""
 import torch
 
 from unidist import SGD, AdamW, PowerSGD, TopK
-from unidist.testing.case import check, close
+from unidist.errors import RanksDisagree
+from unidist.testing.case import check, close, refused
 from unidist_torch.zoo import *  # noqa: F403
 
 COMPRESSIONS = (None, "fp16", "bf16", TopK(0.1), PowerSGD(rank=1, start=2))
@@ -155,3 +156,11 @@ def parameters_without_elements(case):
         for _ in range(4):
             step(rows(case)[0])
         trained_alike(case, model)
+
+
+@check
+def ranks_that_disagree(case):
+    """Below the Strategy, which would see it first here: it does so only if UNIDIST_DEBUG is set."""
+    with refused(RanksDisagree, "all_reduce sum: Mismatched"):
+        case.backend.all_reduce(torch.ones(2 + case.rank), "sum")
+    assert case.strategy.all_reduce(1, "sum") == case.size

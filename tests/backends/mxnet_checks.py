@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 from unidist import SGD, Adam
 from unidist.control import connect_from_env
-from unidist.errors import CheckpointError, StateError, UnsupportedOperation, UsageError
+from unidist.errors import CheckpointError, RanksDisagree, StateError, UnsupportedOperation, UsageError
 from unidist.testing import reference
 from unidist.testing.case import check, close, refused
 from unidist_mxnet.zoo import *  # noqa: F403
@@ -377,3 +377,11 @@ def values_that_would_be_compressed_are_refused(case):
     close(case.parameters(model), reference.weights(5), tolerance=0)
     with refused(UnsupportedOperation, "before prepare"):
         case.backend.load_state(model, dict(zip(case.backend.state(model), reference.weights(1), strict=True)))
+
+
+@check
+def ranks_that_disagree_over_horovod(case):
+    """Below the Strategy, which would see it first here: it does so only if UNIDIST_DEBUG is set."""
+    with refused(RanksDisagree, "all_reduce sum: Mismatched"):
+        case.backend.all_reduce(mx.nd.ones(2 + case.rank), "sum")
+    assert case.strategy.all_reduce(1, "sum") == case.size

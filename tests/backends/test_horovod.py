@@ -21,7 +21,7 @@ from unidist.testing.suite import resume
 from unidist.world import World
 from unidist_horovod import HorovodOptions
 from unidist_horovod.backend import built_for, choose
-from unidist_horovod.meeting import Meeting
+from unidist_horovod.meeting import Meeting, _address
 from unidist_horovod.rendezvous import Rendezvous, tell_everyone, wait_until_served
 
 TORCH, MXNET = "unidist_torch.zoo", "unidist_mxnet.zoo"
@@ -49,6 +49,7 @@ GLUON = (
     "gradient_of_a_parameter_that_was_not_used",
     "values_loaded_into_a_prepared_model",
     "large_collectives",
+    "ranks_that_disagree_over_horovod",
 )
 
 
@@ -61,6 +62,7 @@ OWN = (
     "parameters_of_two_dtypes",
     "bfloat16_averaged_by_hand",
     "parameters_without_elements",
+    "ranks_that_disagree",
 )
 
 
@@ -129,6 +131,28 @@ def test_horovodrun():
     output = finish(start([python, "-m", "horovod.runner.launch", "--gloo", "-np", "2", python, *TRAIN], env))
     assert curve(output) == pytest.approx(OF_TORCH, abs=1e-5)
     assert "from horovod (HOROVOD_RANK is set)" in output
+
+
+@pytest.mark.parametrize("framework", ["torch", "mxnet"])
+def test_a_rank_lost_while_leaving_is_said(framework, tmp_path):
+    """The one that raised is named first; the other, which has come to its end already, says what it lost."""
+    script = (
+        "import time, unidist\n"
+        "with unidist.Strategy() as strategy:\n"
+        "    strategy.barrier()\n"
+        "    if strategy.rank == 1:\n"
+        "        time.sleep(1)\n"
+        "        raise RuntimeError('the culprit')\n"
+    )
+    python, env = environment()
+    (tmp_path / "script.py").write_text(script)
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+    env |= {"UNIDIST_BACKEND": "horovod", "UNIDIST_OPTIONS": json.dumps({"framework": framework})}
+    launcher = [python, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
+    job = start([*launcher, python, str(tmp_path / "script.py")], env)
+    output, _ = job.communicate(timeout=300)
+    assert "Process name: 1\nExit code: 1" in output, output
+    assert "PeerFailed: rank 0 lost another rank during the end" in output, output
 
 
 def test_horovodrun_names_the_rank_that_failed():
@@ -276,6 +300,7 @@ def test_native_libraries_tell_what_a_build_is_for(tmp_path, monkeypatch):
 def test_a_build_with_mpi_uses_it_under_mpirun_only(source, controller, monkeypatch):
     """Seen through what such a build is told: the suite has none, because it takes Open MPI's headers to make one."""
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(__version__="0.28.1"))
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "77")  # what a user says wins
     told = {}
     build = SimpleNamespace(
         is_initialized=lambda: False,
@@ -286,9 +311,9 @@ def test_a_build_with_mpi_uses_it_under_mpirun_only(source, controller, monkeypa
         rank=lambda: 0,
         size=lambda: 1,
     )
-    Meeting(build, lambda: None, World(0, 1, source=source), HorovodOptions(cycle_time_ms=2), 30.0)
+    Meeting(build, lambda: None, OSError, World(0, 1, source=source), HorovodOptions(cycle_time_ms=2), 30.0)
     assert (told.get("HOROVOD_CONTROLLER"), told.get("HOROVOD_CPU_OPERATIONS")) == (controller, controller)
-    assert told["HOROVOD_CYCLE_TIME"] == "2"
+    assert (told["HOROVOD_CYCLE_TIME"], told["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == ("2", "77")
     assert "HOROVOD_CYCLE_TIME" not in os.environ
 
 
@@ -314,6 +339,13 @@ def test_everyone_hears_everyone():
 def test_who_did_not_come_is_named():
     with Rendezvous("127.0.0.1", 0) as server, pytest.raises(RanksMissing, match="rank 0, 2 of 3"):
         tell_everyone("127.0.0.1", server.server_address[1], 1, 3, "here", 0.2)
+
+
+def test_a_meeting_place_without_address_is_named(monkeypatch):
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1234")
+    with pytest.raises(UsageError, match=r"HOROVOD_GLOO_RENDEZVOUS_ADDR is 'nowhere.invalid'"):
+        _address(World(0, 2, source="horovod"))
 
 
 def test_nobody_there_is_said():
