@@ -22,11 +22,12 @@ from unidist_horovod.rendezvous import Rendezvous, is_served, tell_everyone, wai
 LEAST_TIMEOUT = 30  # seconds: Horovod's own
 COURTESY = 1.0  # seconds: whoever failed shall end first, because horovodrun and mpirun name the first as the cause
 SHUT_DOWN = "Horovod has been shut down"  # by another rank, which is about to end
+MOST_BYTES = 2**30  # in one operation: gloo counts them, those of all ranks when they are gathered, in 32 bits
 GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # a build that has MPI too would take that
 
 
 class Meeting:
-    """A running Horovod. `hvd` is horovod.torch or horovod.mxnet, and `internal_error` what a lost rank raises in it."""
+    """A running Horovod. `hvd` is horovod.torch or horovod.mxnet, `internal_error` what a lost rank raises in it."""
 
     def __init__(
         self,

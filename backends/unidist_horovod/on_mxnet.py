@@ -18,7 +18,7 @@ from mxnet import nd
 from unidist import Capabilities, World
 from unidist.backend import Reduction
 from unidist.errors import RanksDisagree
-from unidist_horovod import HorovodOptions, plugin
+from unidist_horovod import HorovodOptions, meeting, plugin
 from unidist_horovod.meeting import SHUT_DOWN, Meeting, translated
 from unidist_mxnet import plugin as mxnet
 from unidist_mxnet.arrays import from_numpy
@@ -96,17 +96,22 @@ class HorovodExchange:
     def gather(self, data: bytes) -> list[bytes]:
         if not data:
             return [data] * self._size
-        with self._translated("all_gather"):
-            rows = hvd.allgather(_array(data).reshape((1, -1)), name="all_gather").asnumpy()
-        if rows.shape != (self._size, len(data)):
-            raise RanksDisagree(f"all_gather of {len(data)} bytes on rank {self._rank}, of others on another rank")
-        return [row.tobytes() for row in rows]
+        gathered = []
+        for piece in _pieces(data, max(1, meeting.MOST_BYTES // self._size)):
+            with self._translated("all_gather"):
+                rows = hvd.allgather(piece.reshape((1, -1)), name="all_gather").asnumpy()
+            if rows.shape != (self._size, piece.size):
+                raise RanksDisagree(f"all_gather of {len(data)} bytes on rank {self._rank}, of others on another rank")
+            gathered.append(rows)
+        return [b"".join(row.tobytes() for row in rows) for rows in zip(*gathered, strict=True)]
 
     def broadcast(self, data: bytes, source: int) -> bytes:
         if not data:
             return data
         with self._translated("broadcast"):
-            return hvd.broadcast(_array(data), source, name=f"broadcast from {source}").asnumpy().tobytes()
+            name = f"broadcast from {source}"
+            pieces = [hvd.broadcast(each, source, name=name).asnumpy() for each in _pieces(data, meeting.MOST_BYTES)]
+        return b"".join(each.tobytes() for each in pieces)
 
     def reduce(self, array: np.ndarray, op: Reduction) -> np.ndarray:
         if not array.size:
@@ -123,8 +128,9 @@ class HorovodExchange:
         return translated(what, self._rank, mx.MXNetError)
 
 
-def _array(data: bytes) -> nd.NDArray:
-    return from_numpy(np.frombuffer(data, np.uint8), mx.cpu())
+def _pieces(data: bytes, size: int) -> list[nd.NDArray]:
+    whole = np.frombuffer(data, np.uint8)
+    return [from_numpy(whole[first : first + size], mx.cpu()) for first in range(0, len(whole), size)]
 
 
 def _barrier() -> None:

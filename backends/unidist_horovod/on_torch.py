@@ -18,8 +18,8 @@ from horovod.torch.mpi_ops import HorovodInternalError  # fails without the nati
 
 from unidist import Features, World
 from unidist.backend import Reduction
-from unidist.errors import RanksDisagree, UsageError
-from unidist_horovod import HorovodOptions, plugin
+from unidist.errors import RanksDisagree, UnsupportedOperation, UsageError
+from unidist_horovod import HorovodOptions, meeting, plugin
 from unidist_horovod.gradients import Gradients, carried, gradients_of
 from unidist_horovod.meeting import Meeting, translated
 from unidist_torch.models import TorchModels
@@ -32,7 +32,7 @@ CARRIER = {
     torch.int8: torch.int32,
     torch.int16: torch.int32,
     torch.bfloat16: torch.float32,
-}
+} | {dtype: dtype for dtype in (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)}
 
 
 class TorchOverHorovod(TorchModels):
@@ -59,7 +59,11 @@ class TorchOverHorovod(TorchModels):
     # -- collectives. Their names are the same each time: Horovod remembers the agreement on a name
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-        result = self._own_copy(tensor).to(CARRIER.get(tensor.dtype, tensor.dtype))
+        if tensor.dtype not in CARRIER:
+            raise UnsupportedOperation(
+                f"Horovod does not reduce {tensor.dtype}: convert it, to int64 or float64 say, or use all_gather"
+            )
+        result = self._own_copy(tensor).to(CARRIER[tensor.dtype])
         if result.numel():
             with self._translated(f"all_reduce {op}"):
                 result = hvd.allreduce_(result, op=REDUCE[op], name=f"all_reduce {op}")
@@ -70,14 +74,16 @@ class TorchOverHorovod(TorchModels):
         if not mine.numel():
             return [mine.clone() for _ in range(self.world.world_size)]
         with self._translated("all_gather"):
-            rows = hvd.allgather(_as_bytes(mine).unsqueeze(0), name="all_gather")
-        return [row.clone().view(mine.dtype).view(mine.shape) for row in rows]
+            pieces = _as_bytes(mine).split(max(1, meeting.MOST_BYTES // self.world.world_size))
+            gathered = [hvd.allgather(piece.unsqueeze(0), name="all_gather") for piece in pieces]
+        return [torch.cat(rows).view(mine.dtype).view(mine.shape) for rows in zip(*gathered, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         result = self._own_copy(tensor)
         if result.numel():
             with self._translated("broadcast"):
-                hvd.broadcast_(_as_bytes(result), source, name=f"broadcast from {source}")
+                for piece in _as_bytes(result).split(meeting.MOST_BYTES):
+                    hvd.broadcast_(piece, source, name=f"broadcast from {source}")
         return result
 
     def barrier(self) -> None:
@@ -110,9 +116,14 @@ class TorchOverHorovod(TorchModels):
             if tensor.numel():
                 tensor = tensor.detach()
                 whole = tensor.contiguous()
-                moving.append((tensor, whole, hvd.broadcast_async_(_as_bytes(whole), 0, name=f"start of {name}")))
-        for tensor, whole, handle in moving:
-            hvd.synchronize(handle)
+                handles = [
+                    hvd.broadcast_async_(piece, 0, name=f"start of {name}, {number}")
+                    for number, piece in enumerate(_as_bytes(whole).split(meeting.MOST_BYTES))
+                ]
+                moving.append((tensor, whole, handles))
+        for tensor, whole, handles in moving:
+            for handle in handles:
+                hvd.synchronize(handle)
             if whole is not tensor:
                 tensor.copy_(whole)
 

@@ -1,11 +1,13 @@
 """What torch models over Horovod need beyond the promises, as further checks for real ranks. It is named as their zoo,
 so that they import it."""
 
+import numpy as np
 import torch
 
 from unidist import SGD, AdamW, PowerSGD, TopK
-from unidist.errors import RanksDisagree
+from unidist.errors import RanksDisagree, UnsupportedOperation
 from unidist.testing.case import check, close, refused
+from unidist_horovod import meeting
 from unidist_torch.zoo import *  # noqa: F403
 
 COMPRESSIONS = (None, "fp16", "bf16", TopK(0.1), PowerSGD(rank=1, start=2))
@@ -164,3 +166,28 @@ def ranks_that_disagree(case):
     with refused(RanksDisagree, "all_reduce sum: Mismatched"):
         case.backend.all_reduce(torch.ones(2 + case.rank), "sum")
     assert case.strategy.all_reduce(1, "sum") == case.size
+
+
+@check
+def collectives_in_pieces(case):
+    """As they go beyond 1 GiB; here beyond 1000 bytes."""
+    most, meeting.MOST_BYTES = meeting.MOST_BYTES, 1000
+    wide = np.arange(1001, dtype=np.float64) + case.rank
+    gathered, last = case.strategy.all_gather(wide), case.strategy.broadcast(wide, case.size - 1)
+    torch.manual_seed(case.rank)
+    first = torch.nn.Linear(20, 30)
+    model, _ = case.strategy.prepare(first, SGD(0.1))
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, torch.nn.Linear(20, 30).weight)
+    meeting.MOST_BYTES = most
+    assert [each[1000] for each in gathered] == [1000 + rank for rank in range(case.size)]
+    assert all((np.diff(each) == 1).all() for each in (*gathered, last))
+    assert last[0] == case.size - 1
+
+
+@check
+def dtypes_that_nothing_adds_up(case):
+    with refused(UnsupportedOperation, "uint16", "int64"):
+        case.strategy.all_reduce(torch.ones(2, dtype=torch.uint16), "sum")
+    gathered = case.strategy.all_gather(torch.full((2,), case.rank, dtype=torch.uint16))
+    assert [int(each[1]) for each in gathered] == list(range(case.size))

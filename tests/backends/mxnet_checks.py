@@ -385,3 +385,17 @@ def ranks_that_disagree_over_horovod(case):
     with refused(RanksDisagree, "all_reduce sum: Mismatched"):
         case.backend.all_reduce(mx.nd.ones(2 + case.rank), "sum")
     assert case.strategy.all_reduce(1, "sum") == case.size
+
+
+@check
+def collectives_in_pieces_over_horovod(case):
+    """As they go beyond 1 GiB; here beyond 1000 bytes."""
+    from unidist_horovod import meeting
+
+    most, meeting.MOST_BYTES = meeting.MOST_BYTES, 1000
+    wide = np.arange(1001, dtype=np.float64) + case.rank
+    gathered, last = case.strategy.all_gather(wide), case.strategy.broadcast(wide, case.size - 1)
+    meeting.MOST_BYTES = most
+    assert [each[1000] for each in gathered] == [1000 + rank for rank in range(case.size)]
+    assert all((np.diff(each) == 1).all() for each in (*gathered, last))
+    assert last[0] == case.size - 1

@@ -50,6 +50,7 @@ GLUON = (
     "values_loaded_into_a_prepared_model",
     "large_collectives",
     "ranks_that_disagree_over_horovod",
+    "collectives_in_pieces_over_horovod",
 )
 
 
@@ -63,6 +64,8 @@ OWN = (
     "bfloat16_averaged_by_hand",
     "parameters_without_elements",
     "ranks_that_disagree",
+    "collectives_in_pieces",
+    "dtypes_that_nothing_adds_up",
 )
 
 
