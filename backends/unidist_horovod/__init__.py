@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from unidist import Capabilities, Plugin
 from unidist.errors import UsageError
 
 FRAMEWORKS = ("torch", "mxnet")
-STALL_WARNING = 60  # seconds: Horovod's own
+STALL_WARNING = "60"  # seconds: Horovod's own
+MOST_FUSION, LEAST_CYCLE, MOST_CYCLE = 1024, 0.1, 1000  # MB, ms, ms
 
 
 @dataclass(frozen=True)
 class HorovodOptions:
     """
     framework             what models are written in; not given, what this Horovod was built for, torch if both
-    fusion_threshold_mb   gradients are joined up to this size before they travel; 0 sends each by itself
-    cycle_time_ms         how long Horovod waits for more of them
-    timeline              a file for Horovod's timeline, to be opened in chrome://tracing
+    fusion_threshold_mb   gradients are joined up to this size before they travel, at most 1024; 0 sends each by itself
+    cycle_time_ms         how long Horovod waits for more of them, from 0.1 to 1000
+    timeline              a file for Horovod's timeline, to be opened in chrome://tracing; rank 0 writes it
     stall_warning         seconds after which Horovod names the tensors and ranks that others wait for; 0 never does
     stall_shutdown        seconds after which it ends the job instead, from stall_warning up; 0 never does
 
@@ -45,12 +47,20 @@ class HorovodOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise UsageError(f"{name} is {value!r}, it must be a number from 0")
-        if self.cycle_time_ms == 0:
-            raise UsageError("cycle_time_ms is 0, at which Horovod would never rest: take 0.1 or more")
+        if self.fusion_threshold_mb is not None and self.fusion_threshold_mb > MOST_FUSION:
+            raise UsageError(
+                f"fusion_threshold_mb is {self.fusion_threshold_mb}, and so large would be Horovod's buffer: take "
+                f"{MOST_FUSION} or less"
+            )
+        if self.cycle_time_ms is not None and not LEAST_CYCLE <= self.cycle_time_ms <= MOST_CYCLE:
+            raise UsageError(
+                f"cycle_time_ms is {self.cycle_time_ms}: below {LEAST_CYCLE} Horovod would never rest, and each step "
+                f"may wait as long as it says, so take at most {MOST_CYCLE}"
+            )
         for name in ("stall_warning", "stall_shutdown"):
             if (getattr(self, name) or 0) % 1:
                 raise UsageError(f"{name} is {getattr(self, name)!r}, Horovod counts whole seconds here")
-        warning = STALL_WARNING if self.stall_warning is None else self.stall_warning
+        warning = _stall_warning_of_variables() if self.stall_warning is None else self.stall_warning
         if self.stall_shutdown and not 0 < warning <= self.stall_shutdown:
             raise UsageError(
                 f"stall_shutdown is {self.stall_shutdown}, but stall_warning is {warning}: Horovod ends no stall that "
@@ -72,6 +82,16 @@ class HorovodOptions:
         if self.stall_shutdown is not None:
             said["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(int(self.stall_shutdown))
         return said
+
+
+def _stall_warning_of_variables() -> int:
+    """What Horovod goes by if no option is given."""
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return 0
+    said = os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_WARNING)
+    if not said.isdecimal():
+        raise UsageError(f"HOROVOD_STALL_CHECK_TIME_SECONDS is {said!r}, it must be a whole number of seconds")
+    return int(said)
 
 
 plugin = Plugin(

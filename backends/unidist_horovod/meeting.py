@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from unidist.errors import CommunicationError, PeerFailed, RanksDisagree, StateError, UsageError
@@ -43,6 +44,11 @@ class Meeting:
             raise StateError(
                 "Horovod is initialised already: leave hvd.init() to unidist, and close the first Strategy before "
                 "opening another"
+            )
+        if options.timeline and world.rank == 0 and not Path(options.timeline).absolute().parent.is_dir():
+            raise UsageError(
+                f"timeline is {options.timeline!r}, whose folder does not exist on rank 0's host, "
+                f"{socket.gethostname()}: make it first, or choose another"
             )
         variables = options.variables()
         if "HOROVOD_GLOO_TIMEOUT_SECONDS" not in os.environ:

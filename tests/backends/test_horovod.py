@@ -251,7 +251,9 @@ def test_stall_is_told_with_ranks_and_names(framework, names, tmp_path):
     [
         ({"framework": "tensorflow"}, "torch, mxnet"),
         ({"fusion_threshold_mb": -1}, "number from 0"),
+        ({"fusion_threshold_mb": 1e6}, "1024 or less"),
         ({"cycle_time_ms": 0}, "never rest"),
+        ({"cycle_time_ms": 1e6}, "at most 1000"),
         ({"cycle_time_ms": "fast"}, "'fast'"),
         ({"timeline": ""}, "path of a file"),
         ({"stall_warning": 0.5}, "whole seconds"),
@@ -263,6 +265,27 @@ def test_stall_is_told_with_ranks_and_names(framework, names, tmp_path):
 def test_options_that_cannot_be(options, words):
     with pytest.raises(UsageError, match=words):
         registry.build_options(registry.plugin("horovod"), options)
+
+
+def test_stall_shutdown_goes_by_horovods_own_variables(monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "10")
+    assert HorovodOptions(stall_shutdown=30).variables() == {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"}
+    with pytest.raises(UsageError, match="stall_warning is 10"):
+        HorovodOptions(stall_shutdown=5)
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon")
+    with pytest.raises(UsageError, match="HOROVOD_STALL_CHECK_TIME_SECONDS is 'soon'"):
+        HorovodOptions(stall_shutdown=30)
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    with pytest.raises(UsageError, match="stall_warning is 0"):
+        HorovodOptions(stall_shutdown=30)
+
+
+def test_folder_of_the_timeline_must_exist(tmp_path):
+    """Horovod itself would go on without a timeline."""
+    options = HorovodOptions(timeline=str(tmp_path / "missing" / "timeline.json"))
+    build = SimpleNamespace(is_initialized=lambda: False)
+    with pytest.raises(UsageError, match="folder does not exist"):
+        Meeting(build, lambda: None, OSError, World(0, 1), options, 30.0)
 
 
 def test_options_are_told_in_horovods_words():
