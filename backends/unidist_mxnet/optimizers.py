@@ -124,17 +124,18 @@ class FusedSGD(mx.optimizer.Optimizer):
     def _update_one(
         self, index: Any, weight: Any, grad: Any, state: Any, rate: float, decay: float, common: Any
     ) -> None:
-        inside = self.rates.get(index, rate or 1.0)
-        factor = self._get_lrs([index])[0] / rate if rate else 1.0  # lr_mult
+        inside = self.rates.setdefault(index, rate or 1.0)
+        if rate and rate != inside:
+            state *= rate / inside
+        # At rate 0 the weight stands still and the velocity does not: let the kernel move something else. Nesterov's
+        # reads the weight again after it wrote the new one, so it may not write in place either.
+        moved = weight if rate and not self.nesterov else nd.empty(weight.shape, weight.context, dtype=weight.dtype)
         kernel = nd.nag_mom_update if self.nesterov else nd.sgd_mom_update
-        if rate:
-            if rate != inside:
-                state *= rate / inside
-            kernel(weight, grad, state, out=weight, lr=rate * factor, momentum=self.momentum, wd=decay, **common)
-        else:  # the weight stands still, the velocity does not: let the kernel move something else
-            self.rates[index] = inside
-            aside = nd.empty(weight.shape, weight.context, dtype=weight.dtype)
-            kernel(weight, grad, state, out=aside, lr=inside, momentum=self.momentum, wd=decay, **common)
+        factor = self.param_dict[index].lr_mult if index in self.param_dict else self.lr_mult.get(index, 1.0)
+        lr = (rate or inside) * factor
+        kernel(weight, grad, state, out=moved, lr=lr, momentum=self.momentum, wd=decay, **common)
+        if rate and moved is not weight:
+            moved.copyto(weight)
 
     update_multi_precision = update
 

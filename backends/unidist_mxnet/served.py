@@ -24,7 +24,8 @@ class UpdatedByServer(Trained):
         self._asynchronous = asynchronous
         self._updates = 0
         self._weighs = False  # whether any sample is in the gradient
-        self.staleness = Staleness(self._store) if asynchronous else None
+        # The count is a pushpull, which a compressed store does not have; and it would be compressed.
+        self.staleness = Staleness(self._store) if asynchronous and not self._store.compressed else None
 
     def use(self, optimizer: mx.optimizer.Optimizer, description: dict[str, Any]) -> None:
         self._optimizer, self._description = optimizer, description
@@ -38,13 +39,9 @@ class UpdatedByServer(Trained):
             self.staleness.start()
 
     def _factors(self) -> dict[str, dict[int, float]]:
-        """lr_mult and wd_mult, however they were said, by key: the servers know no Parameters."""
-        optimizer = self._optimizer
-        optimizer.param_dict = dict(enumerate(self.trainable))
-        rate, decay = optimizer.learning_rate, optimizer.wd
-        rates = {key: optimizer._get_lr(n) / rate for n, key in enumerate(self.keys)} if rate else {}
-        decays = {key: optimizer._get_wd(n) / decay for n, key in enumerate(self.keys)} if decay else {}
-        return {"lr_mult": rates, "wd_mult": decays}
+        """By key: the servers know no Parameters."""
+        keyed = dict(zip(self.keys, self.trainable, strict=True))
+        return {name: {key: getattr(each, name) for key, each in keyed.items()} for name in ("lr_mult", "wd_mult")}
 
     def backward(self, losses: Sequence[nd.NDArray], weights: Sequence[float]) -> None:
         self._weighs = self._weighs or any(weights)
@@ -52,6 +49,11 @@ class UpdatedByServer(Trained):
 
     def exchange_gradients(self) -> None:
         """Not yet: to send a gradient is to apply it."""
+
+    def average(self, what: str, size: int) -> None:
+        """`flush` asks for the mean gradient; here `apply` sends it, and the servers sum."""
+        if what != "gradients":
+            super().average(what, size)
 
     def apply(self, update: Update) -> None:
         self._updates += 1
@@ -80,11 +82,9 @@ class UpdatedByServer(Trained):
         if rate == self._told:
             return
         self._told = rate
-        if self._asynchronous:
-            self._store.command("rate", self.keys, rate=rate, update=self._updates)
-        elif self._store.rank == 0:
-            # A command overtakes gradients that wait in the server. With the last parameters back, none does; and no
-            # update can begin before this worker's next gradient.
+        if self._asynchronous or self._store.rank == 0:
+            # A command overtakes gradients that are on their way. With the last parameters back, none of ours is; and
+            # in dist_sync no update can begin before this worker's next gradient.
             for each in self.weights[0]:
                 each.wait_to_read()
             self._store.command("rate", self.keys, rate=rate, update=self._updates)

@@ -114,6 +114,12 @@ def rate_that_is_zero_for_a_while(case):
         spec = SGD(lambda update: 0.3 * (update >= 2), momentum=0.9, nesterov=nesterov)
         model, _ = case.train(spec, samples=40)
         close(case.parameters(model), case.train_serially(spec, 40)[0].parameters, tolerance=4e-6)
+        halved = case.mlp()
+        for each in halved.collect_params().values():
+            each.lr_mult = 0.5
+        double = SGD(lambda update: 0.6 * (update >= 2), momentum=0.9, nesterov=nesterov)
+        train(case, halved, double, epochs=2)
+        close(case.parameters(halved), case.parameters(model), tolerance=4e-6)
 
 
 @check
@@ -332,6 +338,23 @@ def each_gradient_is_applied_by_itself(case):
 
 
 @check
+def rate_does_not_overtake_gradients(case):
+    """One rank goes on without waiting for its answers; each of its gradients is applied at its own rate."""
+    spec = SGD(lambda update: 0.5 * (update == 0))
+    model, optimizer = case.strategy.prepare(case.mlp(), spec)
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = reference.data(40)
+    serial = reference.Serial(reference.weights(), spec)
+    for first in range(0, 40, 4):
+        rows = slice(first, first + 4)
+        if case.rank == 0:
+            step(case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows]))
+        serial.step(x[rows], y[rows])
+    with case.strategy.evaluate(model):
+        close(case.parameters(model), serial.parameters)
+
+
+@check
 def staleness_is_counted(case):
     model, _ = train(case, case.mlp(), SGD(0.05), epochs=4)
     with case.strategy.evaluate(model):
@@ -369,6 +392,17 @@ def compressed_to_two_bits(case):
             assert np.abs(units).max() <= case.size + 1e-3
     for theirs in case.strategy.all_gather(case.parameters(model)):
         close(theirs, case.parameters(model), tolerance=0)
+
+
+@check
+def compressed_in_dist_async(case):
+    """Whoever comes first: what the servers add up are whole thresholds."""
+    model, _ = train(case, case.mlp(), SGD(1.0))
+    with case.strategy.evaluate(model):
+        moved = [now - then for now, then in zip(case.parameters(model), reference.weights(), strict=True)]
+    units = np.concatenate([each.ravel() for each in moved]) / case.backend.options.compression_threshold
+    assert np.abs(units).max() > 0.5
+    close([units], [np.round(units)], tolerance=1e-3)
 
 
 @check

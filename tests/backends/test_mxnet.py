@@ -68,12 +68,14 @@ CASES = {
     (("kvstore", "dist_async"),): (
         "slow_worker_holds_nobody_back",
         "each_gradient_is_applied_by_itself",
+        "rate_does_not_overtake_gradients",
         "staleness_is_counted",
         "io_iterators_end_each_on_its_own",
         "values_loaded_into_a_prepared_model",
     ),
     (("kvstore", "dist_sync"), ("compression", "2bit"), ("compression_threshold", 0.02)): ("compressed_to_two_bits",),
-    (("kvstore", "dist_sync"), ("compression", "2bit"), ("update_on", "server")): (
+    (("kvstore", "dist_async"), ("compression", "2bit"), ("compression_threshold", 0.02)): (
+        "compressed_in_dist_async",
         "values_that_would_be_compressed_are_refused",
     ),
 }
