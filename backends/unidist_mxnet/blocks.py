@@ -62,16 +62,15 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
                 "it, or make the Trainer from all of collect_params()"
             )
     for name in ("step", "update", "allreduce_grads"):
-        setattr(optimizer, name, _refuse(name))
+        setattr(optimizer, name, _refuse(name, "would train this worker alone", "train_step or strategy.step(trainer)"))
+    for name in ("save_states", "load_states"):
+        setattr(optimizer, name, _refuse(name, "knows nothing of the other workers", "strategy.save and strategy.load"))
     return optimizer._optimizer
 
 
-def _refuse(name: str) -> Any:
+def _refuse(name: str, problem: str, instead: str) -> Any:
     def refused(*_: Any, **__: Any) -> None:
-        raise StateError(
-            f"Trainer.{name}() would train this worker alone: it was given to prepare(), so use train_step or "
-            "strategy.step(trainer)"
-        )
+        raise StateError(f"Trainer.{name}() {problem}: it was given to prepare(), so use {instead}")
 
     return refused
 

@@ -14,7 +14,7 @@ from mxnet import autograd, nd
 from unidist import Backend, Features, Update, World
 from unidist.backend import Reduction
 from unidist.data.source import OwnLoader
-from unidist.errors import UsageError
+from unidist.errors import StateError, UsageError
 from unidist_mxnet import loading
 from unidist_mxnet.arrays import from_numpy, kind_like
 from unidist_mxnet.blocks import check_model, check_optimizer, collect, is_deferred, split
@@ -73,6 +73,11 @@ class MxnetModels(Backend):
 
     def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         check_model(model)
+        if model in self._trained and self._trained[model].optimized:
+            raise StateError(
+                "this model was prepared with an optimizer already, and a second one would take its place: go on with "
+                "what the first prepare() returned, or make a new model"
+            )
         parameters = collect(model)
         trainable = [each for each in parameters.values() if each.grad_req != "null"]
         if optimizer is not None and not trainable:
@@ -99,8 +104,6 @@ class MxnetModels(Backend):
         trained = UpdatedByWorker(*carried)
         each = [from_spec(optimizer) for _ in self._contexts] if native is None else [native]
         trained.use(each)
-        if isinstance(optimizer, mx.gluon.Trainer):
-            optimizer._updaters = trained.updaters  # so that its own save_states finds them
         return trained, each[0] if native is None else optimizer
 
     def start_training(self, trained: Trained) -> None:
@@ -111,18 +114,21 @@ class MxnetModels(Backend):
         """Some shapes are known only when data comes. All ranks get there together, and have one model after it."""
 
         def first(block: Any, inputs: Sequence[Any]) -> None:
-            handle.detach()
-            with autograd.pause(train_mode=False):
-                block.forward(*inputs)
-            self.start_training(trained)
+            if not trained.started:  # a call may have failed; and MXNet lets no hook detach itself
+                with autograd.pause(train_mode=False):
+                    block.forward(*inputs)
+                    self.start_training(trained)  # not recorded either
 
-        handle = model.register_forward_pre_hook(first)
+        model.register_forward_pre_hook(first)
 
     def unwrap(self, model: Any) -> Any:
         return model
 
     def state(self, model: Any) -> Mapping[str, nd.NDArray]:
         check_model(model)
+        if model in self._trained:
+            self._trained[model].check_started()
+            self._trained[model].catch_up()
         return {name: each.list_data()[0] for name, each in collect(model).items() if not is_deferred(each)}
 
     def load_state(self, model: Any, arrays: Mapping[str, np.ndarray]) -> None:
@@ -169,7 +175,7 @@ class MxnetModels(Backend):
 
     def _even_out(self, model: Any) -> None:
         """Running statistics differ between ranks and devices, in dist_async all parameters do. Evaluation must not."""
-        if model in self._trained:
+        if model in self._trained and self._trained[model].started:
             self._trained[model].even_out()
         held = [each for each in collect(model).values() if each.grad_req == "null" and not is_deferred(each)]
         if not held or (self.world.world_size == 1 and self.devices == 1):

@@ -14,7 +14,7 @@ import numpy as np
 from mxnet import nd
 
 from unidist.errors import CheckpointError
-from unidist_mxnet.optimizers import FusedAdam, FusedSGD
+from unidist_mxnet.optimizers import FusedAdam, FusedSGD, set_rate
 
 MOMENTS = ("first_moment", "second_moment")
 
@@ -72,6 +72,8 @@ def restore_state(
                 if f"state{i}" not in own:
                     raise CheckpointError(f"the checkpoint has no {name}/state{i}: it is of another optimizer")
                 _fill(array, own[f"state{i}"])
+    if not isinstance(optimizer, (FusedSGD, FusedAdam)) and optimizer.lr_scheduler is None:
+        set_rate(optimizer, values["groups"][0]["lr"])  # it may have been set by hand; a spec says its own
     optimizer.num_update = int(values.get("updates", max(optimizer._index_update_count.values(), default=0)))
 
 

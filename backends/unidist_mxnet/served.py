@@ -19,6 +19,8 @@ from unidist_mxnet.trained import Trained
 class UpdatedByServer(Trained):
     """The servers hold the parameters and the optimizer. Workers send gradients and get parameters back."""
 
+    optimized = True
+
     def __init__(self, *arguments: Any, asynchronous: bool) -> None:
         super().__init__(*arguments)
         self._asynchronous = asynchronous
@@ -93,6 +95,10 @@ class UpdatedByServer(Trained):
         """What the servers hold now."""
         for n, key in enumerate(self.keys):
             self._store.kv.pull(key, out=[weights[n] for weights in self.weights])
+
+    def catch_up(self) -> None:
+        if self._asynchronous:
+            self.pull()
 
     def even_out(self) -> None:
         if self._asynchronous:

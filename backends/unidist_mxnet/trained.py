@@ -10,7 +10,7 @@ import numpy as np
 from mxnet import autograd, nd
 
 from unidist.backend import Update
-from unidist.errors import UsageError
+from unidist.errors import StateError, UsageError
 from unidist_mxnet.carriers import GradientStore, ValueExchange
 from unidist_mxnet.optimizers import set_rate
 from unidist_mxnet.saved import restore_state, saved_state
@@ -20,6 +20,8 @@ class Trained:
     """Gradients are the mean over ranks as soon as `backward` has synchronised them: losses are divided beforehand,
     so that the sum, which is all a KVStore knows, is the mean."""
 
+    optimized = False  # there is an optimizer
+
     def __init__(self, parameters: dict[str, Any], store: GradientStore, exchange: ValueExchange, divisor: int) -> None:
         names = {id(each): name for name, each in reversed(parameters.items())}  # a shared one counts once
         self.parameters = [each for name, each in parameters.items() if names[id(each)] == name]
@@ -27,7 +29,7 @@ class Trained:
         self.names = [names[id(each)] for each in self.trainable]
         self._store, self._exchange, self._divisor = store, exchange, divisor
         self._heads: dict[Any, nd.NDArray] = {}
-        self.sync = True
+        self.sync, self.started = True, False
         self.adding = any(each.grad_req == "add" for each in self.trainable)
 
     # -- the start ---------------------------------------------------------------------------------------------
@@ -58,6 +60,14 @@ class Trained:
             store.start(self.keys + frozen, first, [each.list_data() for each in self.trainable + rest])
         if self.adding:
             self.clear()
+        self.started = True
+
+    def check_started(self) -> None:
+        if not self.started:
+            raise StateError(
+                "some of the model's shapes are not known yet, so its ranks are not equal: call the model itself, not "
+                "its layers, with a batch on every rank, before anything else is done with it"
+            )
 
     @property
     def bytes(self) -> int:
@@ -68,6 +78,9 @@ class Trained:
 
     def values_changed(self, rank_0: bool) -> None:
         """The model was given other values, the same on every rank."""
+
+    def catch_up(self) -> None:
+        """Get what servers hold, where others may have changed it; no other rank is needed for that."""
 
     def even_out(self) -> None:
         """Make the parameters of all ranks equal, where a step may leave them different."""
@@ -87,9 +100,11 @@ class Trained:
             self.adding = True
             for each in self.trainable:
                 each.grad_req = "add"  # makes new gradient arrays, which are zero
-            self.take_arrays()
+            if self.started:
+                self.take_arrays()
 
     def backward(self, losses: Sequence[nd.NDArray], weights: Sequence[float]) -> None:
+        self.check_started()
         autograd.backward(list(losses), [self._head(*each) for each in zip(losses, weights, strict=True)])
         if not self.adding:
             self._drop_stale()
@@ -156,6 +171,8 @@ class Trained:
 
 class UpdatedByWorker(Trained):
     """Every worker makes the same update to its own copy."""
+
+    optimized = True
 
     def use(self, optimizers: list[mx.optimizer.Optimizer]) -> None:
         """One for each device, or one for all."""

@@ -62,6 +62,35 @@ def deferred_initialisation_spelled_out(case):
 
 
 @check
+def deferred_initialisation_after_a_bad_start(case):
+    """A batch that fails, a loss that passes the model by, hooks of one's own, nothing to save yet: then it trains."""
+    model, optimizer = case.strategy.prepare(undecided(), SGD(0.1), accumulate=2)
+    called = []
+    model.register_forward_pre_hook(lambda *_: called.append(1))
+    x, y = (case.backend.from_numpy(each) for each in reference.data(4))
+    past = case.strategy.train_step(model, optimizer, lambda m, x, y: cross_entropy(lambda z: m[2](m[0](z)), x, y))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    with refused(StateError, "call the model"):
+        case.strategy.save(f"{case.folder}/too-early", model=model)
+    with refused(ValueError):
+        step("no array", y)
+    with refused(StateError, "call the model itself"):
+        past(x, y)
+    for a, b in case.strategy.loader(reference.data(16 * case.size), per_device_batch=4):
+        step(a, b)
+    assert called
+    for theirs in case.strategy.all_gather(case.parameters(model)):
+        close(theirs, case.parameters(model), tolerance=0)
+    case.strategy.save(f"{case.folder}/deferred", model=model)
+    again, _ = case.strategy.prepare(undecided(), SGD(0.1))
+    with refused(StateError, "call the model"):
+        case.strategy.load(f"{case.folder}/deferred", model=again)
+    again(x)
+    case.strategy.load(f"{case.folder}/deferred", model=again)
+    close(case.parameters(again), case.parameters(model), tolerance=0)
+
+
+@check
 def native_optimizers(case):
     """An mx.optimizer one and a Trainer, with a scheduler, as MXNet itself would apply them to the whole batch."""
     for kind in ("adam", "nag"):
@@ -93,10 +122,16 @@ def native_optimizers(case):
 @check
 def trainer_is_ours_after_prepare(case):
     model = case.mlp()
-    trainer = mx.gluon.Trainer(model.collect_params(), "sgd", {"learning_rate": 0.1})
+    trainer = mx.gluon.Trainer(model.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore="dist_sync")
     model, trainer = train(case, model, trainer)
     with refused(StateError, "train_step"):
         trainer.step(4)
+    with refused(StateError, "strategy.save"):
+        trainer.save_states(f"{case.folder}/states")
+    with refused(StateError, "strategy.load"):
+        trainer.load_states(f"{case.folder}/states")
+    with refused(StateError, "already"):
+        case.strategy.prepare(model, SGD(0.1))
     used = case.mlp()
     trainer = mx.gluon.Trainer(used.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=None)
     trainer._init_kvstore()
@@ -134,6 +169,17 @@ def rate_set_by_hand(case):
         step(a, b)
     spec = SGD(lambda update: 0.5 / (1 + update))
     close(case.parameters(model), case.train_serially(spec, 40, epochs=1)[0].parameters)
+
+
+@check
+def rate_set_by_hand_comes_back(case):
+    """With an optimizer of MXNet's; a spec says its rate itself."""
+    model, optimizer = case.strategy.prepare(case.mlp(), mx.optimizer.create("nag", learning_rate=0.5))
+    optimizer.set_learning_rate(0.01)
+    case.strategy.save(f"{case.folder}/rate", model=model, optimizer=optimizer)
+    model, optimizer = case.strategy.prepare(case.mlp(), mx.optimizer.create("nag", learning_rate=0.5))
+    case.strategy.load(f"{case.folder}/rate", model=model, optimizer=optimizer)
+    assert optimizer.learning_rate == 0.01
 
 
 @check
@@ -344,14 +390,49 @@ def rate_does_not_overtake_gradients(case):
     model, optimizer = case.strategy.prepare(case.mlp(), spec)
     step = case.strategy.train_step(model, optimizer, cross_entropy)
     x, y = reference.data(40)
+    parts = [slice(first, first + 4) for first in range(0, 40, 4)]
+    batches = [(case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows])) for rows in parts]
+    if case.rank == 0:
+        for batch in batches:
+            step(*batch)
     serial = reference.Serial(reference.weights(), spec)
-    for first in range(0, 40, 4):
-        rows = slice(first, first + 4)
-        if case.rank == 0:
-            step(case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows]))
+    for rows in parts:
         serial.step(x[rows], y[rows])
     with case.strategy.evaluate(model):
         close(case.parameters(model), serial.parameters)
+
+
+@check
+def flush_in_dist_async(case):
+    """Of one rank alone, and once."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.1), accumulate=4)
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = reference.data(4)
+    if case.rank == 0:
+        step(case.backend.from_numpy(x), case.backend.from_numpy(y))
+        case.strategy.flush(model, optimizer)
+    serial = reference.Serial(reference.weights(), SGD(0.1))
+    serial.step(x, y)
+    with case.strategy.evaluate(model):
+        close(case.parameters(model), serial.parameters)
+
+
+@check
+def checkpoint_of_dist_async(case):
+    """It holds what the servers hold, although rank 0, which writes it, has made no step."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.1))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = reference.data(4)
+    if case.rank == 1:
+        step(case.backend.from_numpy(x), case.backend.from_numpy(y))
+        mx.nd.waitall()
+    case.strategy.barrier()
+    case.strategy.save(f"{case.folder}/async", model=model)
+    other = case.strategy.prepare(case.mlp(seed=5))
+    case.strategy.load(f"{case.folder}/async", model=other)
+    serial = reference.Serial(reference.weights(), SGD(0.1))
+    serial.step(x, y)
+    close(case.parameters(other), serial.parameters)
 
 
 @check

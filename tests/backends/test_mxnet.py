@@ -47,6 +47,7 @@ def test_resumes_on_another_number_of_workers():
 EVERYWHERE = (
     "deferred_initialisation",
     "deferred_initialisation_spelled_out",
+    "deferred_initialisation_after_a_bad_start",
     "native_optimizers",
     "trainer_is_ours_after_prepare",
     "rate_that_is_zero_for_a_while",
@@ -59,6 +60,7 @@ EVERYWHERE = (
 CASES = {
     (("kvstore", "dist_sync"),): (
         *EVERYWHERE,
+        "rate_set_by_hand_comes_back",
         "models_that_cannot_be_trained_are_refused",
         "large_collectives",
         "io_iterators_shuffle_and_augment_anew",
@@ -69,6 +71,8 @@ CASES = {
         "slow_worker_holds_nobody_back",
         "each_gradient_is_applied_by_itself",
         "rate_does_not_overtake_gradients",
+        "flush_in_dist_async",
+        "checkpoint_of_dist_async",
         "staleness_is_counted",
         "io_iterators_end_each_on_its_own",
         "values_loaded_into_a_prepared_model",
