@@ -75,6 +75,12 @@ class MxnetBackend(MxnetModels):
                 raise UsageError(f"update_on='server' needs servers of unidist's. {FOREIGN}")
             if self.world.rank == 0:
                 sys.stderr.write(f"unidist: should a process die, the others will wait for ever. {FOREIGN}\n")
+        asked = self.options.server_memory
+        if asked and any(each["bytes"] != int(asked * memory.GB) for each in answers):
+            raise UsageError(
+                f"server_memory is {asked:g} here, and the servers were not told: say it to `unidist run --option "
+                f"server_memory={asked:g}`"
+            )
         return answers
 
     def _find_neighbours(self) -> None:

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 1.0
 MISSES = 3  # looks in a row: the scheduler may leave a moment before the others when all is well
-SILENCE = 5  # seconds without a heartbeat until a node counts as dead
+SILENCE = 5  # seconds without a heartbeat until a node counts as dead, if heartbeats come each second
 OBITUARY_FOR = 5.0  # seconds during which the cause can be read
 PATIENCE = 300.0  # seconds for which a server waits for the scheduler to come
 OPENING = b"unidist: "  # ZeroMQ opens with 0xff
@@ -32,13 +32,20 @@ OPENING = b"unidist: "  # ZeroMQ opens with 0xff
 def with_defaults(env: MutableMapping[str, str]) -> None:
     """Complete DMLC_*, before the library reads it."""
     env.setdefault("PS_HEARTBEAT_INTERVAL", "1")
-    env.setdefault("PS_HEARTBEAT_TIMEOUT", str(SILENCE))
+    env.setdefault("PS_HEARTBEAT_TIMEOUT", str(silence(env)))
     uri = env.get("DMLC_PS_ROOT_URI", "")
     if "DMLC_NODE_HOST" not in env and "DMLC_INTERFACE" not in env and uri:
         # ps-lite would take the first interface it finds, which the others need not reach, and dies when there is none.
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((socket.gethostbyname(uri), 9))  # sends nothing: asks the kernel which interface leads there
             env["DMLC_NODE_HOST"] = probe.getsockname()[0]
+
+
+def silence(env: Mapping[str, str]) -> int:
+    """Seconds until a node counts as dead; 0 if that cannot be known, since no heartbeat is sent."""
+    interval = int(env["PS_HEARTBEAT_INTERVAL"])
+    asked = int(env.get("PS_HEARTBEAT_TIMEOUT") or 0)
+    return max(asked or SILENCE, 3 * interval) if interval > 0 else 0
 
 
 def with_neighbours(world: World, hosts: list[str]) -> World:
@@ -108,6 +115,9 @@ class Lookout:
 
 def watch_over_nodes(library: ctypes.CDLL, store: ctypes.c_void_p, world: World) -> None:
     """From a thread, since the main one is about to enter the library and stay there."""
+    patience = silence(os.environ)
+    if not patience:
+        return
     workers, servers = world.world_size, int(os.environ["DMLC_NUM_SERVER"])
     nodes = {9 + 2 * rank: f"worker {rank}" for rank in range(workers)}  # ps-lite's own numbers
     nodes |= {8 + 2 * rank: f"server {rank}" for rank in range(servers)}
@@ -119,12 +129,12 @@ def watch_over_nodes(library: ctypes.CDLL, store: ctypes.c_void_p, world: World)
             time.sleep(LOOK_EVERY)
             for node in nodes:
                 dead = ctypes.c_int()
-                library.MXKVStoreGetNumDeadNode(store, node, ctypes.byref(dead), SILENCE)
+                library.MXKVStoreGetNumDeadNode(store, node, ctypes.byref(dead), patience)
                 seen[node] = seen[node] + 1 if dead.value else 0
             # Before its first heartbeat a node counts as dead too, hence more than one look.
             missing = [nodes[node] for node, times in seen.items() if times >= MISSES]
             if missing:
-                _leave(f"{' and '.join(missing)} died: no heartbeat for {SILENCE} s (numbers are ps-lite's)", world)
+                _leave(f"{' and '.join(missing)} died: no heartbeat for {patience} s (numbers are ps-lite's)", world)
 
     threading.Thread(target=watch, name="unidist-nodes", daemon=True).start()
 

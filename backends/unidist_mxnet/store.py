@@ -67,7 +67,12 @@ class Store:
                 "Strategy for the whole script, or start a new process"
             )
         with_defaults(os.environ)
-        os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(options.bigarray_bound))
+        bound = os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(options.bigarray_bound))
+        if options.bigarray_bound not in (MxnetOptions.bigarray_bound, int(bound)):
+            raise UsageError(
+                f"bigarray_bound is {options.bigarray_bound} here, and the job was started with {bound}: say it to "
+                f"`unidist run --option bigarray_bound={options.bigarray_bound}`, or in MXNET_KVSTORE_BIGARRAY_BOUND"
+            )
         where = f"{os.environ['DMLC_PS_ROOT_URI']}:{os.environ['DMLC_PS_ROOT_PORT']}"
         roles = f"{world.world_size} workers and {os.environ.get('DMLC_NUM_SERVER')} servers"
         with _deadline(

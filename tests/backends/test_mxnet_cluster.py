@@ -18,7 +18,7 @@ from unidist.launch.environments import interpreter_for
 from unidist.launch.plan import Job, plan, totals
 from unidist.launch.ports import Ports
 from unidist_mxnet import MxnetOptions, capabilities
-from unidist_mxnet.cluster import with_neighbours
+from unidist_mxnet.cluster import silence, with_defaults, with_neighbours
 from unidist_mxnet.devices import pick_contexts
 from unidist_mxnet.memory import of_this_process, warning
 
@@ -162,6 +162,17 @@ def test_neighbours_are_found_by_the_names_of_hosts():
     found = with_neighbours(unknown, ["a", "b", "b", "a"])
     assert (found.local_rank, found.local_world_size, found.node_rank, found.num_nodes) == (1, 2, 1, 2)
     assert with_neighbours(World(0, 1), ["a"]) == World(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("interval", "asked", "expected"),
+    [("1", None, 5), ("10", None, 30), ("10", "5", 30), ("1", "60", 60), ("0", None, 0)],
+)
+def test_node_counts_as_dead_after_several_missing_heartbeats(interval, asked, expected):
+    env = {"PS_HEARTBEAT_INTERVAL": interval, **({"PS_HEARTBEAT_TIMEOUT": asked} if asked else {})}
+    with_defaults(env)
+    assert silence(env) == expected
+    assert env["PS_HEARTBEAT_TIMEOUT"] == (asked or str(expected))
 
 
 def test_servers_that_are_too_small_are_warned_about():
@@ -403,6 +414,27 @@ def test_distributed_store_without_a_cluster_is_refused(tmp_path):
     )
     assert done.returncode == 1
     assert "unidist run --backend mxnet" in done.stderr
+
+
+def test_options_that_the_servers_were_not_told_are_refused(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import unidist\n"
+        "try:\n"
+        "    unidist.Strategy(bigarray_bound=20)\n"
+        "except unidist.errors.UsageError as error:\n"
+        "    print(error)\n"
+        "unidist.Strategy(server_memory=1.5)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "unidist", "run", "--backend=mxnet", "--servers=1", str(tmp_path / "train.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "--option bigarray_bound=20" in done.stdout
+    assert "--option server_memory=1.5" in done.stderr
 
 
 def example(kvstore, *arguments):
