@@ -159,7 +159,7 @@ class MxnetModels(Backend):
 
     def clear_gradients(self, model: Any) -> None:
         trained = self._trained[model]
-        if trained.adding:  # else the next backward overwrites them
+        if trained.adding and trained.started:  # else the next backward overwrites them
             trained.clear()
 
     def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
