@@ -9,11 +9,12 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import mxnet as mx
 from mxnet import nd
 
 from unidist import World
 from unidist.control import Control, ControlServer, connect_from_env
-from unidist.errors import StateError, UsageError
+from unidist.errors import StateError, UnsupportedOperation, UsageError
 from unidist.watch import own_interface
 from unidist_mxnet import MxnetOptions, capabilities, memory
 from unidist_mxnet.cluster import with_neighbours
@@ -28,6 +29,7 @@ FOREIGN = (
     "The servers run MXNet's own loop, inside `import mxnet`, where unidist cannot watch: import it after "
     "unidist.Strategy(), or start the scheduler and the servers with `python -m unidist_mxnet.roles`."
 )
+LAYERWISE = (mx.optimizer.LAMB, mx.optimizer.LARS, mx.optimizer.LBSGD)
 _open = False
 
 
@@ -125,6 +127,11 @@ class MxnetBackend(MxnetModels):
     def make_trained(self, carried: tuple[Any, ...], optimizer: Any, native: Any) -> tuple[Trained, Any]:
         if optimizer is None or not (self.store.distributed and self.options.server_updates):
             return super().make_trained(carried, optimizer, native)
+        if isinstance(native, LAYERWISE) and int(os.environ["DMLC_NUM_SERVER"]) > 1:
+            raise UnsupportedOperation(
+                f"{type(native).__name__} needs the norm of each whole parameter, and several servers hold parts of "
+                "the large ones: use one server, or update_on='worker' with dist_sync"
+            )
         held = UpdatedByServer(*carried, asynchronous=self.options.asynchronous)
         own = from_spec(optimizer) if native is None else native
         held.use(own, describe(optimizer if native is None else native))

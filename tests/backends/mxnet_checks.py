@@ -343,6 +343,14 @@ def png(image):
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
+@check
+def norms_of_parts_are_refused(case):
+    """On two servers."""
+    for kind in ("lamb", "lars"):
+        with refused(UnsupportedOperation, "one server"):
+            case.strategy.prepare(case.mlp(), mx.optimizer.create(kind, learning_rate=0.1))
+
+
 # -- dist_async ------------------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ CASES = {
         "io_iterators_shuffle_and_augment_anew",
         "io_iterators_that_cannot_be_shared_out_are_refused",
     ),
-    (("kvstore", "dist_sync"), ("update_on", "server")): EVERYWHERE,
+    (("kvstore", "dist_sync"), ("update_on", "server")): (*EVERYWHERE, "norms_of_parts_are_refused"),
     (("kvstore", "dist_async"),): (
         "slow_worker_holds_nobody_back",
         "each_gradient_is_applied_by_itself",
@@ -92,6 +92,8 @@ CASES = {
 )
 def test_mxnet(options, name):
     path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
-    configuration = Configuration("mxnet", "mxnet_checks", 2, options, servers=1, environment=(("PYTHONPATH", path),))
+    servers = 2 if ("update_on", "server") in options else 1
+    environment = (("PYTHONPATH", path),)
+    configuration = Configuration("mxnet", "mxnet_checks", 2, options, servers=servers, environment=environment)
     error = run(configuration, CASES[options]).get(name)
     assert error is None, error
