@@ -294,14 +294,14 @@ def odd_batches(strategy: unidist.Strategy) -> dict[str, list[float]]:
         y: Any
 
     results = {}
+    loss = zoo.cross_entropy
     x, y = own_batch(strategy, 0)
     rows = 3 + strategy.rank
     for name, batch, loss_fn in (
         ("a tensor without axes", (x, y, flow.tensor(0.5 + strategy.rank)), lambda m, x, y, k: k * loss(m, x, y)),
-        ("rows that differ", (x[:rows], y[:rows]), lambda m, x, y: loss(m, x, y)),
+        ("rows that differ", (x[:rows], y[:rows]), loss),
         ("a named tuple", (Pair(x, y),), lambda m, pair: loss(m, pair.x, pair.y)),
     ):
-        loss = zoo.cross_entropy
         with contextlib.redirect_stderr(io.StringIO()):  # runs eagerly
             model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.3))
             step = strategy.train_step(model, optimizer, loss_fn)
