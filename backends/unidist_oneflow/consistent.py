@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -193,7 +194,9 @@ class GlobalStep:
         graph = _StepGraph(self._model, partial(self._loss_and_gradients, sbp=sbp), self._placement)
         _alive.append((weakref.ref(self), graph))
         try:
-            results = graph(arguments, factor)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*not registered into a nn.Graph")  # another model of the loss
+                results = graph(arguments, factor)
         except UnidistError:
             raise
         except Exception as error:  # whatever tracing a user's model raises
@@ -249,6 +252,9 @@ class _StepGraph(nn.Graph):
         results = self.body(self.model, arguments, factor)
         self.nothing(factor.reshape(1, 1)).sum().backward()
         return results
+
+    def _Graph__print(self, *message: Any) -> None:
+        """Not a word beside what `_run_eagerly` says: each rank would print what could not be traced."""
 
 
 # The end of an nn.Graph waits for its ends on the other ranks, whose garbage collectors know nothing of ours. So graphs

@@ -88,7 +88,7 @@ def model_that_cannot_be_traced(strategy: unidist.Strategy) -> tuple[list[float]
         float(loss.detach().numpy()) if x.is_local else loss.item()  # a graph has no values yet
         return loss
 
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
+    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.redirect_stdout(heard):
         return train(strategy, mlp(strategy), loss_fn), heard.getvalue()
 
 
@@ -276,7 +276,7 @@ def two_models(strategy: unidist.Strategy) -> list[float]:
 
     steps = [strategy.train_step(*part, loss_fn) for part in parts]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of OneFlow: a model was not registered with its nn.Graph
+        warnings.simplefilter("error")
         for x, y in strategy.loader(reference.data(8 * strategy.world_size * 4 + 3), per_device_batch=4):
             for step in steps:
                 step(x, y)
