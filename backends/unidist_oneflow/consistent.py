@@ -132,7 +132,8 @@ class GlobalStep:
 
     def _is_global(self, batch: Sequence[Any]) -> bool:
         """Whether the ranks' arguments are parts of global tensors. The ranks compare what is new to them, and stay
-        apart once they differ: which of them has something new next time, the others could not know."""
+        apart once they differ: which of them has something new next time, the others could not know. (To compare at
+        every step took half as long as a small step, on a busy machine.)"""
         own = zlib.crc32(_shape_of(batch).encode())
         if not self._apart and own not in self._agreed:
             self._agreed.add(own)
