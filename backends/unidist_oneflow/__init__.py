@@ -24,7 +24,8 @@ class OneFlowOptions:
     gpu_device_num  processes on each node, one for each GPU; with device="cpu" on the CPU
     node_rank       this node's place in the list, where its own addresses do not tell
     view            "mirrored": local tensors, as in other frameworks; "consistent": the model is made of global tensors
-    graph           consistent view: compile the step to an nn.Graph
+    graph           consistent view: compile the step to an nn.Graph. What Python computes in the loss function, and the
+                    masks of a functional dropout, then stay as they were at the first step with such a batch
     verbose         show what OneFlow prints when it starts
     """
 
@@ -84,15 +85,15 @@ def plan(job: Job) -> Sequence[Process]:
     if job.servers:
         raise LaunchError("backend 'oneflow' has no servers: leave --servers out")
     options = build_options(plugin, job.options)
+    if options.gpu_device_num not in (None, job.nproc):
+        raise LaunchError(
+            f"--nproc is {job.nproc} and gpu_device_num is {options.gpu_device_num}: both are the number of processes "
+            f"on each node, so give --nproc {options.gpu_device_num}, or leave gpu_device_num out"
+        )
     if options.machine is None:
         return [Process("worker", rank, job.command, host=job.host) for rank in range(job.nproc)]
     from unidist_oneflow.machines import world_of
 
-    if options.gpu_device_num not in (None, job.nproc):
-        raise LaunchError(
-            f"--nproc is {job.nproc} and gpu_device_num is {options.gpu_device_num}: both are the number of processes "
-            "on each node, so give one"
-        )
     processes = []
     for local_rank in range(job.nproc):
         world = world_of(options, local_rank, job.nproc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from unidist import Backend, Features, OptimizerSpec, Update, World
 from unidist.backend import Reduction
-from unidist.errors import UnsupportedOperation, UsageError
+from unidist.errors import StateError, UnsupportedOperation, UsageError
 from unidist_oneflow import OneFlowOptions, plugin
 from unidist_oneflow.cluster import Cluster
 from unidist_oneflow.devices import pick_device, visible_gpus
@@ -38,6 +38,16 @@ class Prepared:
     gradients: FlatGradients | None
     faces: Faces | None  # in the consistent view
     exchanged: bool  # gradients are summed over the ranks before they are applied
+    shown: list[tuple[str, Any, bool]]  # the parameters that the user sees: name, tensor, requires_grad
+
+    def check_requires_grad(self) -> None:
+        for name, tensor, trained in self.shown:
+            if tensor.requires_grad != trained:
+                raise StateError(
+                    f"parameter {name} was {'frozen' if trained else 'unfrozen'} after prepare(), which has settled "
+                    "what is trained and exchanged: set requires_grad before it. In the middle of a training, save, "
+                    "prepare a new model and load"
+                )
 
 
 class OneFlowBackend(Backend):
@@ -153,6 +163,9 @@ class OneFlowBackend(Backend):
             raise UsageError("this model is prepared already: use what the first prepare() returned")
         if any(each.is_global for each in model.state_dict().values()):
             raise UsageError("the model is made of global tensors already: pass it as it was before to_global()")
+        self._check_dtypes(model)
+        if optimizer is not None and not any(each.requires_grad for each in model.parameters()):
+            raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
         if features.sync_batchnorm and self.world.world_size > 1:
             from unidist_oneflow import batchnorm
 
@@ -167,8 +180,6 @@ class OneFlowBackend(Backend):
         own = dict(model.named_parameters())
         named = {name: each for name, each in own.items() if each.requires_grad}
         if isinstance(optimizer, OptimizerSpec):
-            if not named:
-                raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
             optimizer = optimizers.native(optimizer, list(named.values()))
             self._from_spec.add(optimizer)
         elif optimizer is not None:
@@ -184,8 +195,31 @@ class OneFlowBackend(Backend):
         exchanged = not features.local and self.world.world_size > 1
         if optimizer is not None:
             gradients = FlatGradients(named, self.device)
-        self._prepared[model] = Prepared(own, gradients, faces, exchanged)
+        shown = [(name, each, each.requires_grad) for name, each in model.named_parameters()]
+        self._prepared[model] = Prepared(own, gradients, faces, exchanged, shown)
         return model, optimizer
+
+    def _check_dtypes(self, model: Any) -> None:
+        """Before anything is done with the model: where OneFlow cannot exchange a tensor it aborts the process."""
+        for name, each in (*model.named_parameters(), *model.named_buffers()):
+            if each.requires_grad and each.dtype not in (flow.float32, flow.float64):
+                raise UnsupportedOperation(
+                    f"parameter {name} is {each.dtype}, which OneFlow cannot all-reduce: train in float32 or float64"
+                )
+            if self.options.view == "consistent" and each.dtype in (flow.float16, flow.bfloat16):
+                raise UnsupportedOperation(
+                    f"{name} is {each.dtype}, of which OneFlow cannot make a global tensor: use float32, or "
+                    "view='mirrored'"
+                )
+
+    @contextmanager
+    def all_local(self) -> Iterator[None]:
+        """Inside, every prepared model is one of local tensors: a loss may depend on several of them."""
+        with ExitStack() as stack:
+            for prepared in self._prepared.values():
+                if prepared.faces:
+                    stack.enter_context(prepared.faces.local())
+            yield
 
     def unwrap(self, model: Any) -> Any:
         return model
@@ -204,8 +238,7 @@ class OneFlowBackend(Backend):
     @contextmanager
     def evaluate(self, model: Any) -> Iterator[None]:
         modes = [(module, module.training) for module in model.modules()]
-        prepared = self._prepared.get(model)
-        with prepared.faces.local() if prepared and prepared.faces else nullcontext(), flow.no_grad():
+        with self.all_local(), flow.no_grad():
             for buffer in model.buffers():  # ranks keep their own while training; evaluation must not depend on that
                 buffer.copy_(self.broadcast(buffer, 0))
             model.eval()
@@ -218,6 +251,7 @@ class OneFlowBackend(Backend):
     # -- a training step
 
     def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
+        self._prepared[model].check_requires_grad()
         return nullcontext()
 
     def backward(self, model: Any, loss: Any, weight: float) -> None:

@@ -50,7 +50,7 @@ class Cluster:
     def _meet(self, options: OneFlowOptions, on_gpu: bool, timeout: float) -> Lifeline | None:
         world, machine = self.world, options.machine
         check_interface(world, machine[world.node_rank] if machine else None, on_gpu)
-        meeting = Meeting(world, machine, gather_facts(world, machine, options.view), timeout)
+        meeting = Meeting(world, machine, gather_facts(world, machine, options.view, options.graph), timeout)
         if world.num_nodes == 1 and os.environ.get("UNIDIST_TOKEN"):  # one launcher of ours watches all of them
             for wire in meeting.wires.values():
                 wire.close()

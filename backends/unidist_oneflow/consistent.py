@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ import oneflow as flow
 from oneflow import nn
 
 from unidist.backend import Update
+from unidist.data.torch_shaped import map_tensors
 from unidist.errors import UnidistError
 
 if TYPE_CHECKING:
@@ -99,41 +102,61 @@ class GlobalStep:
         assert prepared.faces is not None
         assert prepared.gradients is not None
         self._backend, self._model, self._optimizer, self._loss_fn = backend, model, optimizer, loss_fn
-        self._faces, self._gradients = prepared.faces, prepared.gradients
+        self._prepared, self._gradients = prepared, prepared.gradients
         self._placement = backend._placement
-        self._parameters = [self._faces.twins(chosen) for chosen in self._gradients.layout]  # one list for each buffer
+        self._parameters = [
+            prepared.faces.twins(chosen) for chosen in self._gradients.layout
+        ]  # one list for each buffer
         self._graphs: dict[str, Any] = {}
         self._compile = compile
         self._modules = list(model.modules())
         if compile and any(isinstance(each, nn.Dropout) for each in self._modules):
             self._run_eagerly("dropout in an nn.Graph draws the same numbers whatever the seed, and again when resumed")
         self._factors: dict[float, Tensor] = {}
-        self._accumulated = False  # gradients of earlier batches are waiting
+        self._agreed: set[int] = set()  # arguments of which all ranks have said that they have such, too
+        self._apart = False  # the ranks' arguments make no global batch, so each computes by itself
         self._counters = [each for each in self._modules if getattr(each, "num_batches_tracked", None) is not None]
 
     def __call__(self, batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> Tensor:
-        # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
-        summed = update is not None and not self._accumulated and not self._backend.uneven
-        if self._backend.uneven:
-            loss = self._locally(batch, weight)
+        self._prepared.check_requires_grad()
+        if self._backend.uneven or not self._is_global(batch):
+            loss, summed = self._locally(batch, weight), False
         else:
+            # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
+            summed = update is not None and not self._gradients.waiting
             loss, *flat = self._run(batch, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
             self._gradients.add(flat)
-        self._accumulated = update is None
         if update is not None:
             self._backend.apply_gradients(self._model, self._optimizer, update, summed)
         return loss
 
+    def _is_global(self, batch: Sequence[Any]) -> bool:
+        """Whether the ranks' arguments are parts of global tensors. The ranks compare what is new to them, and stay
+        apart once they differ: which of them has something new next time, the others could not know. (To compare at
+        every step took half as long as a small step, on a busy machine.)"""
+        own = zlib.crc32(_shape_of(batch).encode())
+        if not self._apart and own not in self._agreed:
+            self._agreed.add(own)
+            everyone = self._backend.all_gather(self._backend.from_numpy(np.array([own])))
+            self._apart = len({int(each.numpy()[0]) for each in everyone}) > 1
+            if self._apart:
+                self._run_eagerly("the ranks' batches differ in their shapes or plain values")
+            elif not all(each.ndim for each in _tensors(batch)):
+                self._apart = True
+                self._run_eagerly("a tensor without axes cannot be a part of a global one")
+        return not self._apart
+
     def _locally(self, batch: Sequence[Any], weight: float) -> Tensor:
         """Parts that differ in size, or are empty, make no global tensor: each rank computes its own, by weight."""
         self._gradients.clear_used()
-        with self._faces.local():
+        with self._backend.all_local():
             loss = self._loss_fn(self._model, *batch)
             self._backend.backward(self._model, loss, weight)
+        self._gradients.waiting = True
         return loss.detach()
 
     def _run(self, batch: Sequence[Any], weight: float, sbp: Any) -> list[Tensor]:
-        arguments = _map(batch, self._to_global)
+        arguments = map_tensors(batch, flow.Tensor, self._to_global)
         if weight not in self._factors:  # a handful: full batches and the last of an accumulation
             self._factors[weight] = flow.tensor(weight).to_global(
                 placement=self._placement, sbp=flow.sbp.broadcast, check_meta=False
@@ -164,13 +187,17 @@ class GlobalStep:
         """The results of the graph for batches of this shape; None when there is none, and the step runs eagerly."""
         if not self._compile or (shape not in self._graphs and len(self._graphs) == GRAPHS):
             return None
+        if len(self._backend._prepared) > 1:  # a graph does not wait for what is done to another model's parameters
+            flow._oneflow_internal.eager.Sync()
         if shape in self._graphs:
             return self._count(self._graphs[shape](arguments, factor))
         _release_unused(self._backend)
         graph = _StepGraph(self._model, partial(self._loss_and_gradients, sbp=sbp), self._placement)
         _alive.append((weakref.ref(self), graph))
         try:
-            results = graph(arguments, factor)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*not registered into a nn.Graph")  # another model of the loss
+                results = graph(arguments, factor)
         except UnidistError:
             raise
         except Exception as error:  # whatever tracing a user's model raises
@@ -227,6 +254,9 @@ class _StepGraph(nn.Graph):
         self.nothing(factor.reshape(1, 1)).sum().backward()
         return results
 
+    def _Graph__print(self, *message: Any) -> None:
+        """Not a word beside what `_run_eagerly` says: each rank would print what could not be traced."""
+
 
 # The end of an nn.Graph waits for its ends on the other ranks, whose garbage collectors know nothing of ours. So graphs
 # are kept here, with the step that they belong to, and go when a new one is compiled, which all ranks do together.
@@ -244,14 +274,10 @@ def _release_unused(backend: OneFlowBackend) -> None:
         gc.collect()  # now, on every rank
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, flow.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(each, change) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(each, change) for each in value)
-    return value
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(batch, flow.Tensor, found.append)
+    return found
 
 
 def _shape_of(value: Any) -> str:

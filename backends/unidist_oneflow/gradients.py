@@ -8,7 +8,7 @@ from typing import Any
 
 import oneflow as flow
 
-from unidist.errors import StateError, UnsupportedOperation
+from unidist.errors import StateError
 
 Tensor = Any
 
@@ -22,12 +22,6 @@ class FlatGradients:
     def __init__(self, named: Mapping[str, Tensor], device: str) -> None:
         self.buffers: list[Tensor] = []
         self.layout: list[list[Tensor]] = []  # the parameters of each buffer, in its order
-        for name, parameter in named.items():
-            if parameter.dtype not in (flow.float32, flow.float64):
-                raise UnsupportedOperation(
-                    f"parameter {name} is {parameter.dtype}, which OneFlow cannot all-reduce (it aborts the process): "
-                    "train in float32 or float64"
-                )
         for dtype in (flow.float32, flow.float64):
             chosen = [each for each in named.values() if each.dtype == dtype]
             if not chosen:
@@ -40,18 +34,19 @@ class FlatGradients:
                 begin += size
             self.buffers.append(buffer)
             self.layout.append(chosen)
+        self._views = [(parameter, parameter.grad) for chosen in self.layout for parameter in chosen]
         self._used = False  # what the buffers hold has been applied
-        self._first, self._first_view = self.layout[0][0], self.layout[0][0].grad
+        self.waiting = False  # gradients of earlier batches are there, to be applied with the next ones
 
     def add(self, flat: Sequence[Tensor]) -> None:
         """Gradients that were computed elsewhere, one tensor for each buffer."""
         for buffer, part in zip(self.buffers, flat, strict=True):
             buffer.copy_(part) if self._used else buffer.add_(part)
-        self._used = False
+        self._used, self.waiting = False, True
 
     def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
         """Sum over the ranks, then scale, then clip by the norm of all of them together."""
-        if self._first.grad is not self._first_view:
+        if any(parameter.grad is not view for parameter, view in self._views):
             raise StateError(
                 "the gradients were replaced, by zero_grad(set_to_none=True) or an assignment to .grad: unidist clears "
                 "them after each update, leave that to it"
@@ -69,13 +64,13 @@ class FlatGradients:
                 buffer.mul_(factor.to(buffer.dtype))
 
     def clear(self) -> None:
-        self._used = False
+        self._used = self.waiting = False
         for buffer in self.buffers:
             buffer.zero_()
 
     def clear_later(self) -> None:
         """Where the next ones come by `add`, which can write over these; else `clear_used` comes before a backward."""
-        self._used = True
+        self._used, self.waiting = True, False
 
     def clear_used(self) -> None:
         if self._used:

@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from unidist.errors import WorldError
@@ -17,7 +18,10 @@ from unidist_oneflow import DEFAULT_CTRL_PORT, OneFlowOptions
 
 
 def place(found: World, options: OneFlowOptions) -> World:
-    """The World that the options describe; what a launcher has said is kept, and has to agree with them."""
+    """The World that the options describe; what a launcher has said is kept, and has to agree with them. Only the port
+    may be another one."""
+    if options.ctrl_port is not None and found.world_size > 1:
+        found = replace(found, master_port=options.ctrl_port)
     if not options.describes_cluster:
         return found
     nodes, per_node = len(options.machine or ("here",)), options.gpu_device_num

@@ -114,7 +114,7 @@ class Meeting:
             hello = wire.receive(5.0)
         except (TimeoutError, ValueError):
             hello = None
-        if hello is None:
+        if hello is None or set(hello) not in ({"look", "host"}, {"rank", "facts"}):
             return wire.close()  # somebody scans ports
         if "look" in hello:  # another node takes itself for the master
             wire.send({"machine": list(self._machine or ())})

@@ -26,10 +26,11 @@ COMPARED = {
     "unidist": ("the version of unidist", "install the same one on every node"),
     "script": ("the script", "copy it to every node again"),
     "view": ("the view", "give every process the same options"),
+    "graph": ("graph=", "give every process the same options"),
 }
 
 
-def gather_facts(world: World, machine: Sequence[str] | None, view: str) -> Facts:
+def gather_facts(world: World, machine: Sequence[str] | None, view: str, graph: bool) -> Facts:
     return {
         "host": socket.gethostname(),
         "address": world.master_addr,  # as seen by rank 0, which puts the others' in
@@ -39,6 +40,7 @@ def gather_facts(world: World, machine: Sequence[str] | None, view: str) -> Fact
         "unidist": __version__,
         "script": script_hash(),
         "view": view,
+        "graph": str(graph),
     }
 
 

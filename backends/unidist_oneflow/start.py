@@ -7,9 +7,11 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +63,7 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
         sys.meta_path.insert(0, waiting)
     try:
         with without_proxies(), contextlib.nullcontext() if verbose else quiet():
-            return importlib.import_module("oneflow")
+            flow = importlib.import_module("oneflow")
     except ImportError as error:
         raise BackendUnavailable(
             f"oneflow cannot be imported by {sys.executable}: {error}. Its wheel is a CUDA build and needs cuBLAS 11 "
@@ -70,6 +72,9 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
     finally:
         if waiting in sys.meta_path:
             sys.meta_path.remove(waiting)
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, handler)  # OneFlow put its own beneath Python's: no KeyboardInterrupt came
+    return flow
 
 
 class WaitForMaster:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from typing import Any
+import os
+import signal
+import time
+import warnings
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +20,8 @@ def in_mirrored_view(folder: str) -> dict[str, Any]:
     with unidist.Strategy() as strategy:
         return {
             "curve": curve(strategy),
-            "dtypes": dtypes(strategy),
-            "gradients taken away": gradients_taken_away(strategy),
+            **in_any_view(strategy),
+            "interrupted": interrupted(),
             "data loaders": data_loaders_taken_over(strategy),
             "dropout": dropout_resumed(strategy, folder),
         }
@@ -27,12 +31,25 @@ def in_consistent_view(folder: str) -> dict[str, Any]:
     with unidist.Strategy() as strategy:
         return {
             "curve": curve(strategy),
+            **in_any_view(strategy),
             "untraceable": model_that_cannot_be_traced(strategy),
             "seen": what_users_see(strategy),
             "batches tracked": batches_tracked(strategy),
             "modes": layers_that_change_their_mode(strategy),
             "dropout": dropout_resumed(strategy, folder),
         }
+
+
+def in_any_view(strategy: unidist.Strategy) -> dict[str, Any]:
+    return {
+        "dtypes": dtypes(strategy),
+        "gradients taken away": gradients_taken_away(strategy),
+        "frozen late": frozen_late(strategy),
+        "nothing to train": nothing_to_train(strategy),
+        "two steps": two_steps_that_share_a_group(strategy),
+        "two models": two_models(strategy),
+        "odd batches": odd_batches(strategy),
+    }
 
 
 def without_graph() -> dict[str, Any]:
@@ -71,7 +88,7 @@ def model_that_cannot_be_traced(strategy: unidist.Strategy) -> tuple[list[float]
         float(loss.detach().numpy()) if x.is_local else loss.item()  # a graph has no values yet
         return loss
 
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
+    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.redirect_stdout(heard):
         return train(strategy, mlp(strategy), loss_fn), heard.getvalue()
 
 
@@ -171,6 +188,10 @@ def dtypes(strategy: unidist.Strategy) -> dict[str, Any]:
         results[f"{dtype} broadcast"] = strategy.broadcast(own).to(flow.float32).numpy().tolist()
     results["int16"] = refusal(lambda: strategy._backend.from_numpy(np.zeros(2, np.int16)))
     results["float16 model"] = refusal(lambda: strategy.prepare(zoo.mlp().to(flow.float16), unidist.SGD(0.1)))
+    frozen = zoo.mlp().to(flow.float16).requires_grad_(False)
+    results["frozen float16"] = refusal(
+        lambda: strategy.prepare(flow.nn.Sequential(frozen, flow.nn.Linear(4, 4)), unidist.SGD(0.1))
+    )
     model, optimizer = strategy.prepare(mlp(strategy).to(flow.float64), unidist.SGD(0.3))
     step = strategy.train_step(model, optimizer, zoo.cross_entropy)
     x, y = reference.data(4 * strategy.world_size)
@@ -183,14 +204,132 @@ def dtypes(strategy: unidist.Strategy) -> dict[str, Any]:
     return results
 
 
-def gradients_taken_away(strategy: unidist.Strategy) -> str:
+def gradients_taken_away(strategy: unidist.Strategy) -> list[str]:
+    """All of them, or only the last."""
     from unidist_oneflow import zoo
 
-    model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
-    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-    optimizer.zero_grad(set_to_none=True)
-    x, y = (strategy._backend.from_numpy(each) for each in reference.data(4))
-    return refusal(lambda: step(x, y))
+    def take_all(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def take_last(model: Any, optimizer: Any) -> None:
+        list(strategy._backend._prepared[model].named.values())[-1].grad = None
+
+    said = []
+    for take in (take_all, take_last):
+        model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
+        step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+        take(model, optimizer)
+        said.append(refusal(lambda step=step: step(*own_batch(strategy, 0))))
+    return said
+
+
+def frozen_late(strategy: unidist.Strategy) -> list[str]:
+    """After prepare: a parameter is frozen, and one is unfrozen."""
+    import oneflow as flow
+
+    from unidist_oneflow import zoo
+
+    said = []
+    for frozen in (True, False):
+        model = mlp(strategy)
+        next(model.parameters()).requires_grad_(frozen)
+        model, optimizer = strategy.prepare(model, flow.optim.SGD(model.parameters(), lr=0.1))
+        step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+        step(*own_batch(strategy, 0))
+        next(model.parameters()).requires_grad_(not frozen)
+        said.append(refusal(lambda step=step: step(*own_batch(strategy, 0))))
+    return said
+
+
+def nothing_to_train(strategy: unidist.Strategy) -> str:
+    import oneflow as flow
+
+    model = mlp(strategy).requires_grad_(False)
+    return refusal(lambda: strategy.prepare(model, flow.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def two_steps_that_share_a_group(strategy: unidist.Strategy) -> list[float]:
+    """The parameters after an update for which each of two training steps gave one batch."""
+    from unidist_oneflow import zoo
+
+    model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.3), accumulate=2)
+    one = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    other = strategy.train_step(model, optimizer, lambda *given: 2 * zoo.cross_entropy(*given))
+    one(*own_batch(strategy, 0))
+    other(*own_batch(strategy, 1))
+    return flat_state(strategy, model)
+
+
+def two_models(strategy: unidist.Strategy) -> list[float]:
+    """The parameters of two models, each of which is trained through the other one, with an uneven end."""
+    import oneflow as flow
+    from oneflow import nn
+
+    from unidist_oneflow import zoo
+
+    flow.manual_seed(5)
+    parts = [strategy.prepare(each, unidist.SGD(0.1)) for each in (nn.Linear(6, 400), nn.Linear(400, 4))]
+    (first, _), (last, _) = parts
+
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        return zoo.cross_entropy(nn.Sequential(first, last), x, y)
+
+    steps = [strategy.train_step(*part, loss_fn) for part in parts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in strategy.loader(reference.data(8 * strategy.world_size * 4 + 3), per_device_batch=4):
+            for step in steps:
+                step(x, y)
+    return flat_state(strategy, first)[:600] + flat_state(strategy, last)
+
+
+def odd_batches(strategy: unidist.Strategy) -> dict[str, list[float]]:
+    """The parameters after training on batches that a global tensor cannot be made of at once."""
+    import oneflow as flow
+
+    from unidist_oneflow import zoo
+
+    class Pair(NamedTuple):
+        x: Any
+        y: Any
+
+    results = {}
+    loss = zoo.cross_entropy
+    x, y = own_batch(strategy, 0)
+    rows = 3 + strategy.rank
+    for name, batch, loss_fn in (
+        ("a tensor without axes", (x, y, flow.tensor(0.5 + strategy.rank)), lambda m, x, y, k: k * loss(m, x, y)),
+        ("rows that differ", (x[:rows], y[:rows]), loss),
+        ("a named tuple", (Pair(x, y),), lambda m, pair: loss(m, pair.x, pair.y)),
+    ):
+        with contextlib.redirect_stderr(io.StringIO()):  # runs eagerly
+            model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.3))
+            step = strategy.train_step(model, optimizer, loss_fn)
+            step(*batch)
+            step(*batch)
+        results[name] = flat_state(strategy, model)
+    return results
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C is a KeyboardInterrupt, as in any Python program."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def own_batch(strategy: unidist.Strategy, number: int) -> list[Any]:
+    """Four samples of this rank's own."""
+    begin = 4 * (number * strategy.world_size + strategy.rank)
+    return [strategy._backend.from_numpy(each[begin : begin + 4]) for each in reference.data(32)]
+
+
+def flat_state(strategy: unidist.Strategy, model: Any) -> list[float]:
+    backend = strategy._backend
+    return np.concatenate([backend.to_numpy(each).ravel() for each in backend.state(model).values()]).tolist()
 
 
 def data_loaders_taken_over(strategy: unidist.Strategy) -> list[Any]:

@@ -74,8 +74,8 @@ def test_dropout_resumes(mirrored, consistent):
         assert len(set(losses)) == 3
 
 
-def test_dtypes_that_would_abort_the_process(mirrored):
-    for results in (each["dtypes"] for each in mirrored):
+def test_dtypes_that_would_abort_the_process(mirrored, consistent):
+    for results in (each["dtypes"] for each in (*mirrored, *consistent)):
         for dtype in ("oneflow.float16", "oneflow.bfloat16", "oneflow.int8"):
             assert results[f"{dtype} sum"] == [2.0] * 3
             assert results[f"{dtype} min"] == results[f"{dtype} max"] == results[f"{dtype} broadcast"] == [1.0] * 3
@@ -83,11 +83,39 @@ def test_dtypes_that_would_abort_the_process(mirrored):
         assert "no dtype int16" in results["int16"]
         assert "oneflow.float16" in results["float16 model"]
         assert results["float64 error"] < 1e-7  # its kernels take the rate as float32
+    assert [each["dtypes"]["frozen float16"] for each in mirrored] == ["not refused"] * 2
+    for results in consistent:
+        assert "use float32, or view='mirrored'" in results["dtypes"]["frozen float16"]
 
 
-def test_gradients_that_were_taken_away_are_missed(mirrored):
-    for results in mirrored:
-        assert "set_to_none" in results["gradients taken away"]
+def test_gradients_that_were_taken_away_are_missed(mirrored, consistent):
+    for results in (*mirrored, *consistent):
+        for said in results["gradients taken away"]:
+            assert "set_to_none" in said
+
+
+def test_parameters_frozen_or_unfrozen_too_late(mirrored, consistent):
+    for results in (*mirrored, *consistent):
+        frozen, unfrozen = results["frozen late"]
+        assert "was frozen after prepare()" in frozen
+        assert "was unfrozen after prepare()" in unfrozen
+        assert "nothing to optimize" in results["nothing to train"]
+
+
+@pytest.mark.parametrize("what", ["two steps", "two models"])
+def test_both_views_train_the_same(mirrored, consistent, what):
+    for results in (mirrored[1], *consistent):
+        assert results[what] == pytest.approx(mirrored[0][what], abs=2e-6)
+
+
+@pytest.mark.parametrize("what", ["a tensor without axes", "rows that differ", "a named tuple"])
+def test_both_views_train_the_same_on_odd_batches(mirrored, consistent, what):
+    for results in (mirrored[1], *consistent):
+        assert results["odd batches"][what] == pytest.approx(mirrored[0]["odd batches"][what], abs=2e-6)
+
+
+def test_control_c_is_a_keyboard_interrupt(mirrored):
+    assert [results["interrupted"] for results in mirrored] == [True, True]
 
 
 def test_samplers_of_a_data_loader(mirrored):

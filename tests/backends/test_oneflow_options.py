@@ -5,7 +5,7 @@ import os
 import pytest
 
 from unidist import registry
-from unidist.errors import UnknownOption, UsageError, WorldError
+from unidist.errors import LaunchError, UnknownOption, UsageError, WorldError
 from unidist.launch.plan import Job, plan
 from unidist.world import World
 from unidist_oneflow import OneFlowOptions, machines, preflight
@@ -88,6 +88,20 @@ def test_what_a_launcher_said_must_agree(addresses):
     assert machines.place(launched, OneFlowOptions(machine=TWO)) is launched
     with pytest.raises(WorldError, match=r"started 2 processes.*describe 2 nodes x 4 = 8"):
         machines.place(launched, OneFlowOptions(machine=TWO, gpu_device_num=4))
+
+
+def test_ctrl_port_is_where_the_ranks_of_a_launcher_meet():
+    launched = World(0, 2, 0, 2, master_addr="127.0.0.1", master_port=5000, source="unidist", reason="")
+    assert machines.place(launched, OneFlowOptions(ctrl_port=9988)).master_port == 9988
+    assert machines.place(launched, OneFlowOptions()) is launched
+
+
+@pytest.mark.parametrize("machine", [{}, {"machine": "127.0.0.1"}])
+def test_two_numbers_of_processes(machine):
+    options = {"gpu_device_num": 2, **machine}
+    job = Job("oneflow", "python", ("python", "train.py"), nproc=1, options=options, ports=(5000,))
+    with pytest.raises(LaunchError, match=r"--nproc is 1 and gpu_device_num is 2.*give --nproc 2"):
+        plan(job, registry.plugin("oneflow"))
 
 
 def test_plan_of_one_node_among_several(addresses):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def outcome(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+def stranger(port: int, process: subprocess.Popen[str]) -> None:
+    """Somebody who speaks JSON comes to the port as soon as the process listens there."""
+    while process.poll() is None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 1.0) as connection:
+                connection.sendall(b'{"jsonrpc": "2.0"}\n')
+                assert connection.recv(1) == b""
+                return
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+
+
 def test_plain_variables(ranks, port):
     """And not a line of what the libraries print at their start."""
     script = ranks.script()
@@ -159,7 +172,9 @@ def test_differing_machine_lists(ranks, port):
 
 def test_missing_node(ranks, port):
     script = ranks.script(machine="127.0.0.1,127.0.0.2", node_rank=0, ctrl_port=port, timeout=7)
-    [(code, output)] = outcome(ranks.start(script))
+    process = ranks.start(script)
+    stranger(port, process)
+    [(code, output)] = outcome(process)
     assert code != 0
     assert "waits on 127.0.0.1" in output  # said after a few seconds ...
     assert "rank 1 (127.0.0.2) did not come" in output  # ... and at the end
