@@ -287,6 +287,7 @@ REFUSED: dict[str, tuple[Env, list[str]]] = {
     "dmlc, role": (DMLC | {"DMLC_ROLE": "boss"}, ["DMLC_ROLE is 'boss'", "scheduler"]),
     "dmlc, no root": (DMLC | {"DMLC_PS_ROOT_URI": ""}, ["DMLC_PS_ROOT_URI is not set"]),
     "dmlc, no port": (DMLC | {"DMLC_PS_ROOT_PORT": ""}, ["DMLC_PS_ROOT_PORT is not set"]),
+    "dmlc, no servers": (DMLC | {"DMLC_NUM_SERVER": ""}, ["DMLC_NUM_SERVER is not set"]),
     "mxjob, role": (MXJOB | {"DMLC_ROLE": "server"}, ["DMLC_ROLE", "'server'", "MX_CONFIG says 'worker'"]),
     "mxjob, workers": (MXJOB | {"DMLC_NUM_WORKER": "3"}, ["DMLC_NUM_WORKER: 3", "MX_CONFIG says 2"]),
     "mxjob, servers": (MXJOB | {"DMLC_NUM_SERVER": "2"}, ["DMLC_NUM_SERVER: 2", "MX_CONFIG says 1"]),

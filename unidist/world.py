@@ -306,7 +306,7 @@ class _Dmlc:
         if role not in self.roles:
             raise WorldError(f"DMLC_ROLE is {role!r}; expected one of {', '.join(self.roles)}")
         env = env.of("MXNet's launcher sets it with DMLC_ROLE; unset DMLC_ROLE to start without")
-        size = env.number("DMLC_NUM_WORKER")
+        size, _ = env.numbers("DMLC_NUM_WORKER", "DMLC_NUM_SERVER")  # ps-lite wants both, and says so badly
         addr, port = env.text("DMLC_PS_ROOT_URI"), env.port("DMLC_PS_ROOT_PORT")
         if addr is None:
             raise WorldError("DMLC_PS_ROOT_URI is not set, but DMLC_ROLE is: set it to the scheduler's address")
