@@ -764,7 +764,7 @@ def test_paused_ranks_and_who_waits_for_them_are_not_hung(place: Place) -> None:
         if rank == 0:
             with heart.pause(): time.sleep(4)
         else:
-            time.sleep(4)
+            time.sleep(5)  # it takes a while until who has waited gets on
     """
     )
     assert place.run(*RUN, "-n", "2", "--timeout", "2", script).code == 0

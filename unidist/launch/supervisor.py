@@ -83,7 +83,7 @@ class Supervisor:
 
     _running: list[_Running] = field(default_factory=list, init=False)
     _heard: int = field(default=0, init=False)  # signals that were answered by ending the job; one more means: at once
-    _held_up: float = field(default=0.0, init=False)  # when we last had to let the processes wait for our reader
+    _excused: float = field(default=0.0, init=False)  # when there was last a reason for a process not to get on
 
     def run(self) -> Outcome:
         """Until every process has ended. Call it from the main thread of a process that has no other children."""
@@ -176,13 +176,9 @@ class Supervisor:
         return Outcome(1, f"{text}\n  It left its Strategy because of an error, which ended there.", again=True)
 
     def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
-        if time.monotonic() - self._held_up < timeout:  # whoever prints had to wait for our reader
-            return False
-        if any(
-            beat.paused and beat.operation not in (LEFT, GAVE_UP) for beat in beats
-        ):  # the others may be waiting for that one
-            return False
-        return any(beat.stuck > timeout for beat in beats)
+        if any(beat.paused and beat.operation not in (LEFT, GAVE_UP) for beat in beats):
+            self._excused = time.monotonic()  # the others may be waiting for that one
+        return time.monotonic() - self._excused > timeout and any(beat.stuck > timeout for beat in beats)
 
     def _unheard(self, beats: Sequence[Beat]) -> list[str]:
         heard = {(beat.role, beat.rank) for beat in beats}
@@ -194,7 +190,7 @@ class Supervisor:
         self._output.tick()
         # When our reader is slow the processes have to wait for it, as they would without us; signals and ends do not.
         if self.screen.full:
-            self._held_up = time.monotonic()
+            self._excused = time.monotonic()
         events = self._urgent.select(min(wait, 0.02)) if self.screen.full else self._selector.select(wait)
         for key, _ in events:
             if isinstance(key.data, Stream):
