@@ -158,6 +158,22 @@ def rate_that_is_zero_for_a_while(case):
 
 
 @check
+def gradients_are_whole_while_the_rate_is_zero(case):
+    """No parameter moves, so a server has nothing to wait for, and yet may not let go of what it was sent."""
+    model = nn.HybridSequential()
+    for _ in range(6):
+        model.add(nn.Dense(300, in_units=300, use_bias=False))
+    model.initialize(mx.init.Zero())
+    model, optimizer = case.strategy.prepare(model, SGD(lambda update: float(update >= 30), momentum=0.5))
+    parameters = list(model.collect_params().values())
+    slope = case.strategy.train_step(model, optimizer, lambda _, x: sum(p.data().sum() for p in parameters) * x.mean())
+    for _ in range(31):
+        slope(mx.nd.array([1.0 + case.rank]))
+    velocity = sum(0.5**n for n in range(31)) * (1 + case.size) / 2
+    close(case.parameters(model), [np.full((300, 300), -velocity)] * 6)
+
+
+@check
 def rate_set_by_hand(case):
     """As one would in MXNet; on servers too, where MXNet itself never hears of it."""
     model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))

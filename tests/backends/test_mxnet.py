@@ -20,7 +20,11 @@ test_four_devices = conformance("mxnet", zoo=ZOO, world_sizes=(1,), one_launch=T
 test_two_devices = conformance(
     "mxnet", zoo=ZOO, world_sizes=(2,), servers=1, one_launch=True, kvstore="dist_sync", devices=2
 )
+test_dist_sync_3 = conformance("mxnet", zoo=ZOO, world_sizes=(3,), servers=2, one_launch=True, kvstore="dist_sync")
 test_dist_device_sync = conformance(
+    "mxnet", zoo=ZOO, world_sizes=(1, 2), servers=1, one_launch=True, kvstore="dist_device_sync"
+)
+test_dist_device_sync_3 = conformance(
     "mxnet", zoo=ZOO, world_sizes=(3,), servers=2, one_launch=True, kvstore="dist_device_sync"
 )
 # A bound of 20 elements: the model's matrices are shared out over both servers, its vectors are not.
@@ -34,7 +38,7 @@ test_updates_on_two_servers = conformance(
     update_on="server",
     bigarray_bound=20,
 )
-test_dist_async = conformance("mxnet", zoo=ZOO, world_sizes=(2,), servers=1, one_launch=True, kvstore="dist_async")
+test_dist_async = conformance("mxnet", zoo=ZOO, world_sizes=(1, 2), servers=1, one_launch=True, kvstore="dist_async")
 test_dist_async_3 = conformance("mxnet", zoo=ZOO, world_sizes=(3,), servers=2, one_launch=True, kvstore="dist_async")
 
 
@@ -51,6 +55,7 @@ EVERYWHERE = (
     "native_optimizers",
     "trainer_is_ours_after_prepare",
     "rate_that_is_zero_for_a_while",
+    "gradients_are_whole_while_the_rate_is_zero",
     "rate_set_by_hand",
     "factors_of_parameters",
     "gradient_of_a_parameter_that_was_not_used",
