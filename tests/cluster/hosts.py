@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,34 @@ class Host:
         return subprocess.Popen(self.command(command), env=merged, stdout=pipes, stderr=pipes, text=True)
 
 
+class Started:
+    """What a test has started on hosts; ended with it."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def keep(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def outcome(*processes: subprocess.Popen[str], timeout: float = 240.0) -> list[tuple[int, str, str]]:
+    """(exit code, standard output, standard error) of each."""
+    said = [process.communicate(timeout=timeout) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+
+
+def curve(output: str) -> list[float]:
+    """The losses that examples/train.py has printed."""
+    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
+
+
 class Hosts:
     def __init__(self, base: Path, count: int = 3) -> None:
         self.base = base
@@ -91,6 +120,7 @@ class Hosts:
         return len(self._hosts)
 
     def __enter__(self) -> Hosts:
+        _end_what_dead_runs_left()
         try:
             self._network()
             self._sshd()
@@ -252,17 +282,29 @@ PartitionName=debug Nodes=h[0-{len(self) - 1}] Default=YES MaxTime=INFINITE Stat
             with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGTERM)
         for name in [host.namespace for host in self._hosts] + [self._switch]:
-            if not Path(f"/run/netns/{name}").exists():
-                continue
-            until = time.monotonic() + 10
-            while (pids := _ip("netns", "pids", name).split()) and time.monotonic() < until:
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-                time.sleep(0.02)
-            _ip("netns", "del", name)
+            if Path(f"/run/netns/{name}").exists():
+                _end_namespace(name)
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
             os.kill(int((self.base / "munge" / "pid").read_text()), signal.SIGKILL)
+
+
+def _end_namespace(name: str) -> None:
+    until = time.monotonic() + 10
+    while (pids := _ip("netns", "pids", name).split()) and time.monotonic() < until:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.02)
+    _ip("netns", "del", name)
+
+
+def _end_what_dead_runs_left() -> None:
+    """A test run that was killed could not tidy up: its hosts bear the number of its process."""
+    for path in Path("/run/netns").glob("ud*x*"):
+        made_by = re.fullmatch(r"ud(\d+)x\d+(h\d+|sw)", path.name)
+        if made_by and not Path(f"/proc/{made_by[1]}").exists():
+            with contextlib.suppress(AssertionError):  # another run is at it, too
+                _end_namespace(path.name)
 
 
 def _ip(*arguments: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
-from hosts import MPI, SLURM, Hosts, why_not
+from hosts import MPI, SLURM, Hosts, curve, why_not
 
 from unidist.launch.environments import interpreter_for
 
@@ -20,10 +19,6 @@ def environment(hosts: Hosts) -> tuple[str, dict[str, str]]:
     python, variables = interpreter_for("horovod")
     path = os.pathsep.join([str(Path(hosts.ssh).parent), str(Path(python).parent), os.environ["PATH"]])
     return python, {**variables, "PATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def curve(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
 
 
 @pytest.fixture(scope="module")

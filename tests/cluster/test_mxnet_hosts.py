@@ -9,20 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
+from hosts import Hosts, Started, curve, outcome
 
 from unidist.launch.environments import interpreter_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 240.0
 CURVE = [2.232611, 1.444966]  # what torch prints for two epochs from these weights
 
 
-class Cluster:
+class Cluster(Started):
     def __init__(self, hosts: Hosts) -> None:
+        super().__init__()
         self._hosts = hosts
         self._python, self._variables = interpreter_for("mxnet")
-        self._started: list[subprocess.Popen[str]] = []
 
     def start(self, host: int, role: str, epochs: int, **env: str) -> subprocess.Popen[str]:
         settings = {
@@ -36,14 +35,7 @@ class Cluster:
             **env,
         }
         command = [self._python, str(ROOT / "examples" / "train.py"), f"--epochs={epochs}"]
-        self._started.append(self._hosts[host].start(command, env=settings))
-        return self._started[-1]
-
-    def close(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+        return self.keep(self._hosts[host].start(command, env=settings))
 
 
 @pytest.fixture
@@ -53,18 +45,13 @@ def cluster(hosts: Hosts) -> Iterator[Cluster]:
     made.close()
 
 
-def outcome(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    said = [process.communicate(timeout=PATIENCE) for process in processes]
-    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
-
-
 def test_three_hosts_train_the_example(cluster: Cluster) -> None:
     """The second host's worker is rank 0, though ps-lite itself counts the third host's first."""
     services = [cluster.start(0, "scheduler", 2), cluster.start(0, "server", 2)]
     workers = [cluster.start(host, "worker", 2, DMLC_WORKER_ID=str(host - 1)) for host in (1, 2)]
     *_, (_, printed, told), (_, other, _) = ended = outcome(*services, *workers)
     assert [code for code, *_ in ended] == [0, 0, 0, 0], ended
-    assert [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", printed)] == pytest.approx(CURVE, abs=1e-4)
+    assert curve(printed) == pytest.approx(CURVE, abs=1e-4)
     assert "2 processes on 2 nodes" in told
     assert other == ""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
+from hosts import Hosts, Started, curve, outcome
 
 from unidist.launch.environments import interpreter_for
 
@@ -32,14 +32,14 @@ train.main()
 """
 
 
-class Nodes:
+class Nodes(Started):
     def __init__(self, hosts: Hosts, folder: Path) -> None:
+        super().__init__()
         self._hosts, self._folder = hosts, folder
         self._python, variables = interpreter_for("oneflow")
         # Nobody is at that address: connections between the hosts must not go there.
         proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://10.77.0.99:3128")
         self._env = {**variables, **proxies, "OMP_NUM_THREADS": "1"}
-        self._started: list[subprocess.Popen[str]] = []
 
     def script(self, name: str = "train.py", machine: str = MACHINE, epochs: int = 2, **options: object) -> Path:
         path = self._folder / name
@@ -48,25 +48,15 @@ class Nodes:
         return path
 
     def start(self, node: int, script: Path) -> subprocess.Popen[str]:
-        return self._keep(self._hosts[node].start([self._python, str(script)], env=self._env))
+        return self.keep(self._hosts[node].start([self._python, str(script)], env=self._env))
 
     def run(self, node: int, command: list[str]) -> subprocess.Popen[str]:
-        return self._keep(self._hosts[node].start(command))
+        return self.keep(self._hosts[node].start(command))
 
     def unidist_run(self, node: int, *arguments: str) -> subprocess.Popen[str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "unidist", "run", "--backend", "oneflow", *arguments]
-        return self._keep(self._hosts[node].start(command, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path}))
-
-    def _keep(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-        self._started.append(process)
-        return process
-
-    def close(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+        return self.keep(self._hosts[node].start(command, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path}))
 
 
 @pytest.fixture
@@ -74,15 +64,6 @@ def nodes(hosts: Hosts, tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(hosts, tmp_path)
     yield made
     made.close()
-
-
-def outcome(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    said = [process.communicate(timeout=PATIENCE) for process in processes]
-    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
-
-
-def curve(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
 
 
 @pytest.mark.parametrize("view", ["mirrored", "consistent"])
