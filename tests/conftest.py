@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from project import ROOT
+from test_launch_support import Place
 
 sys.path[:0] = [str(ROOT), str(ROOT / "backends")]  # the checkout under test, whatever is installed
 
@@ -29,6 +30,14 @@ def clean_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith(FOREIGN) and name != "UNIDIST_HOME":
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Where a test of the launcher keeps its scripts; nothing that they started is left after it."""
+    place = Place(tmp_path)
+    yield place
+    place.all_gone()
 
 
 @pytest.fixture(autouse=True, scope="module")

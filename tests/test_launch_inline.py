@@ -6,19 +6,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from test_launch_support import Ended, Place
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path)
-    yield place
-    place.all_gone()
 
 
 def python(place: Place, body: str, *how: str) -> Ended:
@@ -84,7 +75,6 @@ def test_run_as_a_module(place: Place) -> None:
 
 
 def test_closures_and_notebooks_travel_by_value(place: Place) -> None:
-    pytest.importorskip("cloudpickle")
     ended = python(place, "base = 40\nif __name__ == '__main__': print(launch(lambda: base + 2, 2, 'plain'))")
     assert ended.out == "[42, 42]\n", ended.err
     typed = "from unidist.launch.inline import launch\ndef f(x): return x + 1\nprint(launch(f, 2, 'plain', (1,)))"

@@ -260,14 +260,14 @@ def lines(folder):
 
 def events(folder):
     """As TensorBoard itself reads them: tag -> [(step, value)]."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    read = accumulator.EventAccumulator(str(folder))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder))
     read.Reload()
     return {tag: [(e.step, pytest.approx(e.value)) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
 def test_all_formats(tmp_path):
-    pytest.importorskip("tensorboard")
     with clocked(tmp_path / "deep" / "out", ALL) as metrics:
         metrics.write(1, loss=0.5, accuracy=np.float32(0.25))
         metrics.write(2, {"train/loss": Scalar(0.125)}, loss=3)
@@ -296,7 +296,6 @@ def test_a_new_name_adds_a_column_and_older_rows_have_it_empty(tmp_path):
 
 
 def test_a_resumed_run_has_no_step_twice(tmp_path):
-    pytest.importorskip("tensorboard")
     with clocked(tmp_path, ALL) as metrics:
         for step in (10, 20, 30, 40):
             metrics.write(step, loss=step)

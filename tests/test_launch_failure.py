@@ -1,0 +1,302 @@
+"""`unidist run`: how everything ends together, of whatever cause."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from test_launch_support import PATIENCE, ROLES, RUN, Place
+
+# -- failure -------------------------------------------------------------------------------------------------------
+
+STAY = "child(); child(start_new_session=True); "  # a grandchild in the process group, and one that left it
+
+
+def test_one_fails_all_end_and_its_code_is_ours(place: Place) -> None:
+    script = place.script(
+        STAY
+        + """
+        wait_for(9)
+        if rank == 1:
+            print("what went wrong", file=sys.stderr)
+            sys.exit(7)
+        time.sleep(600)
+        """.replace("\n        ", "\n")
+    )
+    ended = place.run(*RUN, "-n", "3", script)
+    assert ended.code == 7
+    assert ended.summary[0].startswith("unidist: worker 1 on ")
+    assert ended.summary[0].endswith("failed first: exit code 7")
+    assert ended.summary[1].strip() == "what went wrong"
+    assert "2 other processes" in ended.summary[-1]
+
+
+def test_a_signal_is_named_and_counted_as_a_shell_does(place: Place) -> None:
+    script = place.script("wait_for(2)\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 128 + 9
+    assert "worker 1" in ended.summary[0]
+    assert "SIGKILL" in ended.summary[0]
+
+
+def test_the_first_cause_is_not_an_echo(place: Place) -> None:
+    script = place.script(
+        """
+        wait_for(3)
+        if rank == 0:  # dies first, but only because worker 2 is on its way out
+            raise RuntimeError("[transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+        if rank == 2:
+            time.sleep(0.3)
+            sys.exit(5)
+        time.sleep(600)
+        """
+    )
+    ended = place.run(*RUN, "-n", "3", script)
+    assert ended.code == 5
+    assert "worker 2" in ended.summary[0]
+    assert any("then failed: worker 0" in line for line in ended.summary)
+
+
+def test_an_error_that_was_handled_long_ago_is_no_cause(place: Place) -> None:
+    script = place.script(
+        """
+        import traceback
+        if rank == 0:
+            try: {}["x"]
+            except KeyError: traceback.print_exc()
+            print("went on", file=sys.stderr)
+        leave(10**9 + rank)
+        wait_for(4)
+        if rank == 1: os._exit(3)
+        time.sleep(1)
+        sys.exit("gave up")
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 3
+    assert ended.summary[0].startswith("unidist: worker 1 on ")
+
+
+def test_the_scripts_own_connections_are_no_echo(place: Place) -> None:
+    script = place.script(
+        """
+        import socket
+        if rank == 0:
+            socket.create_connection(("127.0.0.1", 1))
+        time.sleep(1)
+        raise RuntimeError("rank 0 did not come")
+        """
+    )
+    assert "worker 0 on" in place.run(*RUN, "-n", "2", script).summary[0]
+
+
+def test_a_cause_that_is_slow_to_die(place: Place) -> None:
+    script = place.script(
+        """
+        import atexit
+        wait_for(2)
+        if rank == 1:
+            atexit.register(lambda: (leave(10**9), time.sleep(2)))
+            raise ValueError("the cause")
+        wait_for(3)
+        time.sleep(0.5)
+        raise RuntimeError("the other one has stopped talking to me")
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert "worker 1" in ended.summary[0]
+    assert "ValueError: the cause" in "\n".join(ended.summary)
+
+
+def test_what_is_not_shown_is_not_referred_to(place: Place) -> None:
+    script = place.script(
+        """
+        import traceback
+        if rank == 0: wait_for(3)
+        try: {}["x"]
+        except KeyError: traceback.print_exc()
+        if rank == 1: leave(10**9)
+        """
+    )
+    assert "[worker 0] KeyError: 'x'" in place.run(*RUN, "-n", "2", "--quiet", script).err
+
+
+def test_the_same_error_everywhere_is_shown_once(place: Place) -> None:
+    ended = place.run(*RUN, "-n", "4", place.script("wait_for(4)\nraise ValueError('boom')"))
+    assert ended.code == 1
+    assert len(re.findall(r"^\[worker \d\] Traceback", ended.err, re.M)) == 1
+
+
+def test_a_survivor_that_prints_without_end(place: Place) -> None:
+    script = place.script("wait_for(2)\nif rank == 1: sys.exit(3)\nwhile True: print('x' * 500)")
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 3
+    assert "worker 1" in ended.summary[0]
+
+
+def test_nohup_is_respected(place: Place) -> None:
+    command = ["nohup", *place.command(*RUN, place.script("leave(10**9); time.sleep(2)"))]
+    process = subprocess.Popen(
+        command, env=place.env, cwd=place.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    place.wait_for_pids(2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+
+
+def test_who_ignores_sigterm_is_killed(place: Place) -> None:
+    script = place.script(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)", start_new_session=True)
+        wait_for(4)
+        time.sleep(0.2)
+        if rank == 1: sys.exit(3)
+        time.sleep(600)
+        """
+    )
+    assert place.run(*RUN, "-n", "2", "--grace", "0.5", script).code == 3
+
+
+def test_time_to_tidy_up_is_given(place: Place) -> None:
+    script = place.script(
+        """
+        def tidy(*_):
+            print("tidied", flush=True)
+            sys.exit(0)
+        if rank == 0: signal.signal(signal.SIGTERM, tidy)
+        leave(10**9 + rank)
+        wait_for(4)
+        if rank == 1: sys.exit(3)
+        time.sleep(600)
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 3
+    assert "[worker 0] tidied" in ended.out
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_stopping_from_outside(place: Place, number: signal.Signals, says: str) -> None:
+    process = place.start(*RUN, "-n", "2", place.script(STAY + "time.sleep(600)"))
+    place.wait_for_pids(6)
+    process.send_signal(number)
+    ended = place.end(process)
+    assert ended.code == 128 + number
+    assert ended.summary == [f"unidist: stopped by {says}"]
+    assert "Traceback" not in ended.err
+
+
+def test_a_second_ctrl_c_does_not_wait(place: Place) -> None:
+    script = place.script("signal.signal(signal.SIGTERM, signal.SIG_IGN); leave(10**9); time.sleep(600)")
+    process = place.start(*RUN, "--grace", "500", script)
+    place.wait_for_pids(2)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    assert place.end(process).code == 130
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.005, 0.02, 0.1])
+def test_ctrl_c_at_the_start(place: Place, moment: float) -> None:
+    process = place.start(*RUN, "-n", "2", place.script("time.sleep(600)"))
+    assert process.stderr
+    assert process.stderr.readline().startswith("unidist: plain on 2 workers")  # now it forks
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    ended = place.end(process)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+
+
+def test_a_stop_in_the_middle_of_a_failure_is_not_restarted_from(place: Place) -> None:
+    script = place.script(
+        """
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: leave(10**9))
+            leave(10**9 + 1)
+            while True: time.sleep(0.1)
+        wait_for(3)
+        sys.exit(7)
+        """
+    )
+    process = place.start(*RUN, "-n", "2", "--grace", "2", "--max-restarts", "5", script)
+    place.wait_for_pids(4)  # worker 1 was asked to end, and does not
+    process.send_signal(signal.SIGINT)
+    ended = place.end(process)
+    assert ended.code == 7
+    assert "restart" not in ended.err
+
+
+def test_what_the_workers_leave_behind_gets_time_to_end(place: Place) -> None:
+    script = place.script(
+        """
+        code = "import signal, sys, time\\nsignal.signal(signal.SIGTERM, lambda *_: (print('tidied'), sys.exit()))"
+        child(code + "\\nprint('up', flush=True)\\ntime.sleep(600)")
+        time.sleep(1)
+        """
+    )
+    ended = place.run(*RUN, script)
+    assert ended.code == 0
+    assert "[worker 0] tidied" in ended.out
+    assert "ended what the workers had left running" in ended.err
+
+
+@pytest.mark.parametrize("victim", ["launcher", "supervisor", "the launcher's process group"])
+def test_killing_the_launcher_leaves_nothing_behind(place: Place, victim: str) -> None:
+    process = place.start(*RUN, "-n", "2", place.script(STAY + "time.sleep(600)"))
+    place.wait_for_pids(6)
+    if victim == "launcher":
+        process.kill()
+    elif victim == "supervisor":
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        title = Path(f"/proc/{children[0]}/cmdline").read_bytes()  # whoever kills by name does not kill both
+        assert title.startswith(b"supervisor of process %d" % process.pid)
+        os.kill(int(children[0]), signal.SIGKILL)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+    ended = place.end(process)
+    assert ended.code in (-9, 137)
+    place.all_gone()
+
+
+# -- roles ---------------------------------------------------------------------------------------------------------
+
+
+def test_services_end_with_the_workers(place: Place) -> None:
+    script = place.script(
+        """
+        print(os.environ["ROLE"], os.environ["ROOT_PORT"], os.environ["PORT"], "RANK" in os.environ)
+        wait_for(5)
+        if role == "server" and rank == 1: time.sleep(600)   # does not notice by itself
+        if role != "worker":
+            while True: time.sleep(600)
+        """
+    )
+    ended = place.run(*ROLES, script)
+    assert ended.code == 0, ended.err
+    names = sorted(re.findall(r"^\[(.*?)\]", ended.out, re.M))
+    assert names == ["scheduler", "server 0", "server 1", "worker 0", "worker 1"]
+    assert len(set(re.findall(r"\d{4,}", ended.out))) == 5  # a port for each, the scheduler's being the root
+    assert "worker" in re.findall(r"(\w+) \d+ \d+ True", ended.out)
+    assert "server" in re.findall(r"(\w+) \d+ \d+ False", ended.out)
+
+
+@pytest.mark.parametrize(("role", "name"), [("scheduler", "scheduler"), ("server", "server 0")])
+def test_a_service_that_fails_ends_the_job(place: Place, role: str, name: str) -> None:
+    script = place.script(f"wait_for(5)\nif (role, rank) == ('{role}', 0): os.abort()\ntime.sleep(600)")
+    ended = place.run(*ROLES, script)
+    assert ended.code == 128 + signal.SIGABRT
+    assert ended.summary[0].startswith(f"unidist: {name} on ")
+    assert "SIGABRT" in ended.summary[0]

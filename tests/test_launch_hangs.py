@@ -1,0 +1,205 @@
+"""`unidist run`: restarts, hangs and ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from test_launch_support import RUN, Place
+
+# -- restarts, hangs, ports ----------------------------------------------------------------------------------------
+
+
+def test_restarts(place: Place) -> None:
+    script = place.script(
+        """
+        print("attempt", os.environ["UNIDIST_RESTART"], os.environ["MASTER_PORT"])
+        sys.exit(4 if os.environ["UNIDIST_RESTART"] < "2" and rank == 1 else 0)
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", "--max-restarts", "3", script)
+    assert ended.code == 0
+    assert set(re.findall(r"attempt (\d)", ended.out)) == {"0", "1", "2"}
+    assert "started again 2 times" in ended.err
+    assert ended.err.count("worker 1 on") >= 2
+    assert len(set(re.findall(r"attempt \d (\d+)", ended.out))) == 3  # fresh ports
+    enough = place.run(*RUN, "-n", "2", "--max-restarts", "1", script)
+    assert enough.code == 4
+    assert "restart 1 of 1" in enough.err
+
+
+def test_a_fixed_port_lasts_for_all_attempts(place: Place) -> None:
+    script = place.script(
+        """
+        import socket
+        port = int(os.environ["MASTER_PORT"])
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()  # the side that closes first has the port for another minute
+        sys.exit(4 if os.environ["UNIDIST_RESTART"] == "0" else 0)
+        """
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ended = place.run(*RUN, "--master-port", port, "--max-restarts", "1", script)
+    assert ended.code == 0, ended.err
+    assert place.run(*RUN, "--master-port", port, "--max-restarts", "1", script).code == 0  # nor is there a wait
+
+
+def test_a_stop_is_not_a_failure_to_restart_from(place: Place) -> None:
+    process = place.start(*RUN, "--max-restarts", "5", place.script("time.sleep(600)"))
+    place.wait_for_pids(1)
+    process.send_signal(signal.SIGTERM)
+    assert place.end(process).code == 143
+    assert len(place.pids()) == 1
+
+
+HEART = """
+    from unidist.control import Heart, connect_from_env
+    heart = Heart(connect_from_env(), rank, interval=0.1)
+"""
+
+
+def test_a_hang_is_reported_and_ended(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    if rank < 3:
+        heart.start()
+        for step in range(20):
+            heart.at("step", step)
+        if rank != 1:
+            heart.at("all_reduce", 19)
+    time.sleep(600)
+    """
+    )
+    ended = place.run(*RUN, "-n", "4", "--timeout", "5", script)
+    assert ended.code == 124
+    assert "no progress for 5 s" in ended.summary[0]
+    text = "\n".join(ended.summary)
+    for rank in (0, 2):
+        assert re.search(rf"worker {rank}: step 19, in all_reduce, for \d+ s$", text, re.M)
+    assert re.search(r"worker 1: step 19, in step, for \d+ s  <- behind the others$", text, re.M)
+    assert re.search(r"worker 3: not heard of  <- missing$", text, re.M)
+    assert "in <module>" in ended.err  # where each was in the script
+
+
+def test_who_has_ended_or_left_is_not_hung(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    heart.start()
+    if rank == 0: os._exit(0)  # without a word
+    if rank == 1: heart.stop()
+    for step in range(70):
+        time.sleep(0.1)
+        heart.at("step", step)
+    """
+    )
+    ended = place.run(*RUN, "-n", "3", "--timeout", "3", script)
+    assert ended.code == 0, ended.err
+
+
+def test_who_gives_up_and_ends_well_ends_the_job(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    heart.start()
+    if rank == 1:
+        heart.stop("left after an error")  # as a Strategy does that is left by an exception
+        print("never mind", file=sys.stderr)
+        sys.exit(0)
+    time.sleep(600)
+    """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 1
+    assert ended.summary[0].startswith("unidist: worker 1 on ")
+    assert "because of an error" in "\n".join(ended.summary)
+
+
+def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    heart.start()
+    for step in range(40):
+        print("x" * 100_000)
+        heart.at("step", step)
+    """
+    )
+    process = place.start(*RUN, "--timeout", "2", script)
+    time.sleep(5)
+    ended = place.end(process)
+    assert ended.code == 0, ended.err
+    assert len(ended.out) == 40 * (100_000 + len("[worker 0] \n"))
+
+
+def test_a_slow_start_is_no_hang(place: Place) -> None:
+    script = place.script(HEART + "    time.sleep(3 + rank); heart.start(); time.sleep(1.5)")
+    ended = place.run(*RUN, "-n", "2", "--timeout", "2", script)
+    assert ended.code == 0, ended.err
+
+
+def test_paused_ranks_and_who_waits_for_them_are_not_hung(place: Place) -> None:
+    script = place.script(
+        HEART
+        + """
+    with heart:
+        if rank == 0:
+            with heart.pause(): time.sleep(4)
+        else:
+            time.sleep(5)  # it takes a while until who has waited gets on
+    """
+    )
+    assert place.run(*RUN, "-n", "2", "--timeout", "2", script).code == 0
+
+
+def test_a_taken_port_names_its_holder(place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = place.run(*RUN, "--master-port", str(port), place.script(""))
+    assert ended.code == 1
+    assert f"port {port}" in ended.err
+    assert f"process {os.getpid()} has it" in ended.err
+    assert place.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--master-port", "70000"), "1 to 65535"),
+        (("--master-port", "-5"), "1 to 65535"),
+        (("--master-addr", "192.0.2.7"), "an address of this machine"),
+        (("--bucket-cap-mbb", "5"), "Did you mean --bucket-cap-mb?"),
+    ],
+)
+def test_wrong_addresses_and_options_are_explained(place: Place, arguments: tuple[str, ...], says: str) -> None:
+    ended = place.run(*RUN, *arguments, place.script(""))
+    assert ended.code in (1, 2)
+    assert says in ended.err
+    assert "Traceback" not in ended.err
+    assert place.pids() == []
+
+
+def test_jobs_at_the_same_time_do_not_share_ports(place: Place) -> None:
+    script = place.script(
+        """
+        import socket
+        if rank == 0:
+            server = socket.socket()
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            server.listen()
+        wait_for(8)
+        """
+    )
+    jobs = [place.start(*RUN, "-n", "2", script) for _ in range(4)]
+    assert [place.end(job).code for job in jobs] == [0] * 4
