@@ -38,18 +38,9 @@ cause is shown, and its exit code is ours (128 + n for signal n).
 
 # torchrun's words for what is always so here, or makes no difference on one machine.
 NOT_NEEDED = (
-    *(
-        "rdzv-backend",
-        "rdzv-endpoint",
-        "rdzv-id",
-        "rdzv-conf",
-        "monitor-interval",
-        "start-method",
-        "role",
-        "local-addr",
-    ),
-    *("redirects", "tee", "local-ranks-filter"),
-)
+    "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf local-addr role monitor-interval start-method redirects tee "
+    "local-ranks-filter"
+).split()
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -73,6 +73,15 @@ def failed(first: Failure, others: Sequence[Failure], ended: int) -> str:
     return text
 
 
+def deserted(worker: Failure, others: int) -> str:
+    """The summary of a job that one worker has left by an error which its script kept to itself."""
+    return (
+        f"{worker.name} on {worker.host} left its Strategy because of an error and then ended with exit code 0, while "
+        f"{others} other process{'es were' if others > 1 else ' was'} at work. Let the error out of the script, so "
+        "that it is shown here; to stop training early, do so on every rank."
+    )
+
+
 def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
     """Where each rank is when nothing moves any more."""
     beats = sorted(beats, key=lambda beat: (beat.role, beat.rank))

@@ -171,9 +171,9 @@ class Supervisor:
         return None
 
     def _deserted_by(self, deserter: _Running) -> Outcome:
-        text = report.failed(deserter.failure, [], sum(each.code is None for each in self._running))
+        text = report.deserted(deserter.failure, sum(each.code is None for each in self._running))
         self._stop()
-        return Outcome(1, f"{text}\n  It left its Strategy because of an error, which ended there.", again=True)
+        return Outcome(1, text, again=True)
 
     def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
         if any(beat.paused and beat.operation not in (LEFT, GAVE_UP) for beat in beats):
