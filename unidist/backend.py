@@ -162,6 +162,10 @@ class Backend(ABC):
     def load_state(self, model: Model, arrays: Mapping[str, Array]) -> None:
         """Overwrite what `state` lists; names and shapes have been checked."""
 
+    def settings(self, optimizer: Optimizer) -> Mapping[str, object]:
+        """Plain values of a native optimizer that must be the same on every rank, such as its rate."""
+        return {}
+
     @abstractmethod
     def optimizer_state(self, model: Model, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, plain values) that make the optimizer go on as if nothing had happened. A tensor is named after

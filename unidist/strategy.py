@@ -256,6 +256,7 @@ class Strategy:
         compression     of gradients on their way: "fp16", "bf16", `unidist.TopK`, `unidist.PowerSGD`
         """
         self._require_open()
+        from unidist.optim import OptimizerSpec
         from unidist.same_start import compare_ranks
 
         settings: dict[str, Any] = {
@@ -265,9 +266,9 @@ class Strategy:
             "precision": precision,
             "compression": compression,
         }
-        notice = compare_ranks(
-            self._backend.state(model), self._backend.to_numpy, self._collectives, {"optimizer": optimizer, **settings}
-        )
+        own = vars(optimizer) if isinstance(optimizer, OptimizerSpec) else self._backend.settings(optimizer)
+        compared = {"optimizer": type(optimizer).__name__, **own, **settings}
+        notice = compare_ranks(self._backend.state(model), self._backend.to_numpy, self._collectives, compared)
         if notice and self.is_main:
             self._say(f"unidist: {notice}")
         return self._trainer.prepare(model, optimizer, **settings)

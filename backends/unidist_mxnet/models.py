@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, nd
+from mxnet import autograd, gluon, nd
 
 from unidist import Backend, Features, Update, World
 from unidist.backend import Reduction
@@ -138,6 +138,13 @@ class MxnetModels(Backend):
             each.set_data(nd.array(array, dtype=each.dtype))
         if model in self._trained:
             self._trained[model].values_changed(self.world.rank == 0)
+
+    def settings(self, optimizer: Any) -> dict[str, object]:
+        native = optimizer.optimizer if isinstance(optimizer, gluon.Trainer) else optimizer
+        known = vars(native) if isinstance(native, mx.optimizer.Optimizer) else {}
+        return {
+            name: value for name, value in known.items() if isinstance(value, (bool, int, float)) and name[0] != "_"
+        }
 
     def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
         return self._trained[model].optimizer_state()

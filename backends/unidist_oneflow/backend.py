@@ -302,6 +302,13 @@ class OneFlowBackend(Backend):
 
     # -- what a checkpoint holds
 
+    def settings(self, optimizer: Any) -> dict[str, object]:
+        groups = optimizer.param_groups if isinstance(optimizer, flow.optim.Optimizer) else []
+        plain = (bool, int, float, tuple)
+        return {
+            f"{k} {i}": v for i, group in enumerate(groups) for k, v in group.options.items() if isinstance(v, plain)
+        }
+
     def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return optimizers.state(self._prepared[model].named, optimizer)
 

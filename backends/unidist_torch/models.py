@@ -96,6 +96,11 @@ class TorchModels(Backend):
             for name, array in arrays.items():
                 state[name].copy_(torch.from_numpy(np.array(array)))
 
+    def settings(self, optimizer: Any) -> dict[str, object]:
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+        plain = (bool, int, float, tuple)
+        return {f"{k} {i}": v for i, group in enumerate(groups) for k, v in group.items() if isinstance(v, plain)}
+
     def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}

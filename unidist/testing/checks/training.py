@@ -61,6 +61,10 @@ def different_settings_are_reported(case: Case) -> None:
         return
     with refused(RanksDisagree, "train them differently", "rank"):
         case.strategy.prepare(case.mlp(), SGD(0.1 * (1 + case.rank)))
+    if case.strategy.capabilities.native_optimizer is True:
+        model = case.mlp()
+        with refused(RanksDisagree, "train them differently", "rank"):
+            case.strategy.prepare(model, case.zoo.native_sgd(model, 0.1 * (1 + case.rank)))
 
 
 @check
