@@ -37,10 +37,8 @@ cause is shown, and its exit code is ours (128 + n for signal n).
 """
 
 # torchrun's words for what is always so here, or makes no difference on one machine.
-NOT_NEEDED = (
-    "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf local-addr role monitor-interval start-method redirects tee "
-    "local-ranks-filter"
-).split()
+RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr")
+NOT_NEEDED = (*RENDEZVOUS, "role", "monitor-interval", "start-method", "redirects", "tee", "local-ranks-filter")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
