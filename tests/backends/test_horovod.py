@@ -136,28 +136,6 @@ def test_horovodrun():
     assert "from horovod (HOROVOD_RANK is set)" in output
 
 
-@pytest.mark.parametrize("framework", ["torch", "mxnet"])
-def test_a_rank_lost_while_leaving_is_said(framework, tmp_path):
-    """The one that raised is named first; the other, which has come to its end already, says what it lost."""
-    script = (
-        "import time, unidist\n"
-        "with unidist.Strategy() as strategy:\n"
-        "    strategy.barrier()\n"
-        "    if strategy.rank == 1:\n"
-        "        time.sleep(1)\n"
-        "        raise RuntimeError('the culprit')\n"
-    )
-    python, env = environment()
-    (tmp_path / "script.py").write_text(script)
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
-    env |= {"UNIDIST_BACKEND": "horovod", "UNIDIST_OPTIONS": json.dumps({"framework": framework})}
-    launcher = [python, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
-    job = start([*launcher, python, str(tmp_path / "script.py")], env)
-    output, _ = job.communicate(timeout=300)
-    assert "Process name: 1\nExit code: 1" in output, output
-    assert "PeerFailed: rank 0 lost another rank during the end" in output, output
-
-
 def test_horovodrun_names_the_rank_that_failed():
     """Not the one that lost it."""
     python, env = environment()
@@ -170,16 +148,43 @@ def test_horovodrun_names_the_rank_that_failed():
     assert "Process name: 1\nExit code: 1" in output, output
 
 
-def test_variables_set_by_hand():
-    """Nobody serves the meeting place: rank 0 does."""
-    python, env = environment()
+def start_by_hand(arguments: list[str], env: dict[str, str]) -> list[subprocess.Popen]:
+    """Ranks 1 and 0, with Horovod's variables and no launcher."""
+    python, own = environment()
     common = {"SIZE": 2, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1, "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
     common["GLOO_RENDEZVOUS_PORT"] = free_port()
     ranks = []
     for rank in (1, 0):  # the other one is there first
-        own = {f"HOROVOD_{name}": str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        ranks.append(start([python, *TRAIN], {**env, **own}))
-    assert curve(finish(*ranks)) == pytest.approx(OF_TORCH, abs=1e-5)
+        said = {f"HOROVOD_{name}": str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        ranks.append(start([python, *arguments], {**own, **env, **said}))
+    return ranks
+
+
+def test_variables_set_by_hand():
+    """Nobody serves the meeting place: rank 0 does."""
+    assert curve(finish(*start_by_hand(TRAIN, {}))) == pytest.approx(OF_TORCH, abs=1e-5)
+
+
+@pytest.mark.parametrize("framework", ["torch", "mxnet"])
+def test_a_rank_lost_while_leaving_is_said(framework, tmp_path):
+    """No launcher ends the other one, which has come to its end already: it says what it lost, and fails too."""
+    script = (
+        "import time, unidist\n"
+        "with unidist.Strategy() as strategy:\n"
+        "    strategy.barrier()\n"
+        "    if strategy.rank == 1:\n"
+        "        time.sleep(1)\n"
+        "        raise RuntimeError('the culprit')\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+    env |= {"UNIDIST_BACKEND": "horovod", "UNIDIST_OPTIONS": json.dumps({"framework": framework})}
+    culprit, other = start_by_hand([str(tmp_path / "script.py")], env)
+    said, lost = (each.communicate(timeout=300)[0] for each in (culprit, other))
+    assert "RuntimeError: the culprit" in said
+    assert "PeerFailed: rank 0 lost another rank during the end" in lost, lost
+    assert culprit.returncode == 1
+    assert other.returncode != 0
 
 
 def free_port() -> int:
