@@ -48,7 +48,11 @@ def batch_normalisation_over_all_ranks(case: Case) -> None:
         return
     whole = 4 * case.backend.devices * case.size
     x, y = reference.data(whole * 2)
-    weights = [np.array(each) for each in case.parameters(case.zoo.with_buffers())]
+    numbers = np.random.RandomState(2)  # by chance a normalisation could blow up what rounding left
+    weights = [
+        np.asarray(numbers.uniform(-0.5, 0.5, each.shape) if each.ndim > 1 else each).astype(each.dtype)
+        for each in case.parameters(case.zoo.with_buffers())
+    ]
     weights = case.strategy.broadcast(weights)
     alone, together = case.zoo.with_buffers(), case.zoo.with_buffers()
     for model in (alone, together):
@@ -60,13 +64,13 @@ def batch_normalisation_over_all_ranks(case: Case) -> None:
     for first in range(0, len(x), whole):
         rows = slice(first, first + whole)
         case.zoo.local_step(alone, case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows]), 0.1)
-    close(case.parameters(model), case.parameters(alone), tolerance=5e-6)
+    close(case.parameters(model), case.parameters(alone))
     # One sample more: the ranks that have none left must not count.
     for batch in case.strategy.loader((x[: whole + 2], y[: whole + 2]), per_device_batch=4):
         step(*batch)
     for rows in (slice(0, whole), slice(whole, whole + 2)):
         case.zoo.local_step(alone, case.backend.from_numpy(x[rows]), case.backend.from_numpy(y[rows]), 0.1)
-    close(case.parameters(model), case.parameters(alone), tolerance=1e-5)
+    close(case.parameters(model), case.parameters(alone))
 
 
 @check
