@@ -21,8 +21,9 @@ from unidist_oneflow.machines import place
 
 if TYPE_CHECKING:
     from unidist.data.source import OwnLoader
-    from unidist_oneflow.consistent import Faces
     from unidist_oneflow.gradients import FlatGradients
+    from unidist_oneflow.updates import GraphUpdate
+    from unidist_oneflow.variables import Faces
 
 # Bound when a Strategy starts: oneflow fixes its cluster while it is imported.
 flow: Any = None
@@ -37,6 +38,7 @@ class Prepared:
     named: dict[str, Any]  # its parameters as local tensors
     gradients: FlatGradients | None
     faces: Faces | None  # in the consistent view
+    update: GraphUpdate | None  # likewise, where its optimizer is one that a graph can apply
     exchanged: bool  # gradients are summed over the ranks before they are applied
     shown: list[tuple[str, Any, bool]]  # the parameters that the user sees: name, tensor, requires_grad
 
@@ -187,16 +189,19 @@ class OneFlowBackend(Backend):
         with flow.no_grad():
             for tensor in self.state(model).values():
                 tensor.copy_(self.broadcast(tensor, 0))
-        faces = gradients = None
+        faces = gradients = update = None
         if self.options.view == "consistent":
-            from unidist_oneflow.consistent import Faces
+            from unidist_oneflow import updates
+            from unidist_oneflow.variables import Faces
 
             faces = Faces(model, self._placement)
+            if optimizer is not None and updates.fits(optimizer):
+                update = updates.GraphUpdate(optimizer, faces)
         exchanged = not features.local and self.world.world_size > 1
         if optimizer is not None:
             gradients = FlatGradients(named, self.device)
         shown = [(name, each, each.requires_grad) for name, each in model.named_parameters()]
-        self._prepared[model] = Prepared(own, gradients, faces, exchanged, shown)
+        self._prepared[model] = Prepared(own, gradients, faces, update, exchanged, shown)
         return model, optimizer
 
     def _check_dtypes(self, model: Any) -> None:
@@ -267,9 +272,7 @@ class OneFlowBackend(Backend):
         gradients = self._prepared[model].gradients
         assert gradients is not None
         gradients.finish(not summed and self.world.world_size > 1, update.rescale, update.clip_norm)
-        if update.lr is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = update.lr
+        optimizers.set_rate(optimizer, update.lr)
         optimizer.step()
         gradients.clear_later() if self._prepared[model].faces else gradients.clear()
 

@@ -1,9 +1,9 @@
 """The consistent view: the model is made of global tensors, and a training step is compiled to an nn.Graph.
 
 The batch of each rank becomes its part of one global batch (split along the first axis), parameters are whole on
-every rank (broadcast), and OneFlow finds out what has to be exchanged. Gradients leave the graph, as sums over the
-ranks or, while they are accumulated, as partial sums, and are clipped and applied as in the mirrored view. (An
-optimizer inside the graph would fix its rate, its batch size and its accumulation for ever.)
+every rank (broadcast), and OneFlow finds out what has to be exchanged. An update from one batch is a part of the
+graph, see `updates`. Where gradients are accumulated, clipped, or applied by an optimizer that `updates` does not
+know, they leave the graph, as sums over the ranks or as partial sums, and go on as in the mirrored view.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,8 @@ from oneflow import nn
 from unidist.backend import Update
 from unidist.data.torch_shaped import map_tensors
 from unidist.errors import UnidistError
+from unidist_oneflow.optimizers import set_rate
+from unidist_oneflow.variables import Variables
 
 if TYPE_CHECKING:
     from unidist_oneflow.backend import OneFlowBackend, Prepared
@@ -39,52 +40,7 @@ DIFFERENT: dict[str, bool | str] = {
 GRAPHS = 4  # compiled for so many shapes of batches; others, such as the last batch of a pass, run eagerly
 
 Tensor = Any
-
-
-class Faces:
-    """A module's parameters and buffers as global tensors, and as the local tensors that share their memory.
-
-    The local ones are the user's own objects: an optimizer that was made from them before goes on moving the model.
-    """
-
-    def __init__(self, model: Any, placement: Any) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # (a module's table, name, local, global)
-        known: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
-        for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for name, own in table.items():
-                    if own is None:
-                        continue
-                    if id(own) not in known:
-                        known[id(own)] = _global_twin(own, placement)
-                    self._entries.append((table, name, own, known[id(own)]))
-        self._inside = 0  # how often `local` was entered and not left
-        self._show(3)
-
-    def _show(self, which: int) -> None:
-        for entry in self._entries:
-            entry[0][entry[1]] = entry[which]
-
-    @contextmanager
-    def local(self) -> Iterator[None]:
-        """Inside, the module is one of local tensors."""
-        self._inside += 1
-        self._show(2)
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            self._show(2 if self._inside else 3)
-
-    def twins(self, own: Sequence[Tensor]) -> list[Tensor]:
-        by_id = {id(entry[2]): entry[3] for entry in self._entries}
-        return [by_id[id(each)] for each in own]
-
-
-def _global_twin(own: Tensor, placement: Any) -> Tensor:
-    whole = own.detach().to_global(placement=placement, sbp=flow.sbp.broadcast)
-    own.data = whole.to_local()
-    return nn.Parameter(whole, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else whole
+Body = Callable[..., tuple[Tensor, ...]]  # (model, variables, arguments) -> loss, …
 
 
 class GlobalStep:
@@ -104,15 +60,19 @@ class GlobalStep:
         self._backend, self._model, self._optimizer, self._loss_fn = backend, model, optimizer, loss_fn
         self._prepared, self._gradients = prepared, prepared.gradients
         self._placement = backend._placement
-        self._parameters = [
-            prepared.faces.twins(chosen) for chosen in self._gradients.layout
-        ]  # one list for each buffer
+        self._twins, self._variables = prepared.faces.twins, prepared.faces.variables
+        self._trained = [parameter for chosen in self._gradients.layout for parameter in chosen]
+        for each in self._trained:
+            # A first use, of whatever kind: autograd.grad fails for a parameter that never had one, and what it has
+            # done until then is counted twice the next time.
+            with flow.enable_grad():
+                self._twins[each].reshape(-1)
+        self._update = prepared.update
         self._graphs: dict[str, Any] = {}
         self._compile = compile
         self._modules = list(model.modules())
         if compile and any(isinstance(each, nn.Dropout) for each in self._modules):
             self._run_eagerly("dropout in an nn.Graph draws the same numbers whatever the seed, and again when resumed")
-        self._factors: dict[float, Tensor] = {}
         self._agreed: set[int] = set()  # arguments of which all ranks have said that they have such, too
         self._apart = False  # the ranks' arguments make no global batch, so each computes by itself
         self._counters = [each for each in self._modules if getattr(each, "num_batches_tracked", None) is not None]
@@ -122,9 +82,12 @@ class GlobalStep:
         if self._backend.uneven or not self._is_global(batch):
             loss, summed = self._locally(batch, weight), False
         else:
+            arguments = map_tensors(batch, flow.Tensor, self._to_global)
             # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
             summed = update is not None and not self._gradients.waiting
-            loss, *flat = self._run(batch, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
+            if summed and (whole := self._whole_step(batch, arguments, weight, update)) is not None:
+                return whole
+            loss, *flat = self._run(batch, arguments, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
             self._gradients.add(flat)
         if update is not None:
             self._backend.apply_gradients(self._model, self._optimizer, update, summed)
@@ -155,49 +118,77 @@ class GlobalStep:
         self._gradients.waiting = True
         return loss.detach()
 
-    def _run(self, batch: Sequence[Any], weight: float, sbp: Any) -> list[Tensor]:
-        arguments = map_tensors(batch, flow.Tensor, self._to_global)
-        if weight not in self._factors:  # a handful: full batches and the last of an accumulation
-            self._factors[weight] = flow.tensor(weight).to_global(
-                placement=self._placement, sbp=flow.sbp.broadcast, check_meta=False
-            )
-        modes = "".join("t" if each.training else "e" for each in self._modules)  # a graph keeps those it was traced in
-        results = self._compiled(f"{sbp} {modes} {_shape_of(batch)}", arguments, self._factors[weight], sbp)
+    def _whole_step(self, batch: Sequence[Any], arguments: Any, weight: float, update: Update) -> Tensor | None:
+        """The loss, after everything was done by one graph; None where none can."""
+        if self._update is None or not self._compile or update.clip_norm is not None:
+            return None
+        self._gradients.check_in_place()  # not needed here, but where a batch comes that cannot be compiled
+        set_rate(self._optimizer, update.lr)
+        self._variables.set("factor", weight * update.rescale)
+        self._update.begin()
+        results = self._compiled(f"{self._update.compiled_in} {_shape_of(batch)}", arguments, self._loss_and_update)
         if results is None:
-            results = self._loss_and_gradients(self._model, arguments, self._factors[weight], sbp)
+            return None
+        self._update.end()
+        return results[0].to_local()
+
+    def _run(self, batch: Sequence[Any], arguments: Any, weight: float, sbp: Any) -> list[Tensor]:
+        self._variables.set("factor", weight)
+        body = partial(self._loss_and_gradients, sbp=sbp)
+        results = self._compiled(f"{sbp} {_shape_of(batch)}", arguments, body)
+        if results is None:
+            results = body(self._model, self._variables, arguments)
         return [each.to_local() for each in results]
 
     def _to_global(self, tensor: Tensor) -> Tensor:
         # All ranks hold parts of one shape, so nothing has to be asked of the others.
         return tensor.to_global(placement=self._placement, sbp=flow.sbp.split(0), check_meta=False)
 
-    def _loss_and_gradients(self, model: Any, arguments: Any, factor: Tensor, sbp: Any) -> tuple[Tensor, ...]:
-        """In global tensors: the loss, and the gradients of `factor * loss` as one flat tensor for each buffer."""
+    def _differentiate(self, model: Any, variables: Any, arguments: Any) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """In global tensors: this rank's share of the loss, and the gradients of `factor * loss` by parameter."""
         loss = self._loss_fn(model, *arguments)
-        flat = [parameter for chosen in self._parameters for parameter in chosen]
-        gradients = iter(_gradients(loss, flat, factor.to(loss.dtype).reshape(loss.shape)))
-        parts = [
-            [next(gradients).to_global(sbp=flow.sbp.partial_sum).reshape(-1) for _ in chosen]
-            for chosen in self._parameters
-        ]
+        found = flow.autograd.grad(
+            loss, [self._twins[each] for each in self._trained], variables.factor.to(loss.dtype).reshape(loss.shape)
+        )
+        gradients = {
+            # None or a local tensor where the loss does not depend on it. It is zero in the mirrored view, and so here.
+            own: each if each is not None and each.is_global else self._twins[own].detach() * 0
+            for own, each in zip(self._trained, found, strict=True)
+        }
         share = loss.detach().to_global(sbp=flow.sbp.partial_sum) * float(self._backend.world.world_size)
+        return share, gradients
+
+    def _loss_and_update(self, model: Any, variables: Any, arguments: Any) -> tuple[Tensor, ...]:
+        share, gradients = self._differentiate(model, variables, arguments)
+        assert self._update is not None
+        self._update.trace(variables, gradients)
+        return (share,)
+
+    def _loss_and_gradients(self, model: Any, variables: Any, arguments: Any, sbp: Any) -> tuple[Tensor, ...]:
+        """The loss, and the gradients as one flat tensor for each buffer."""
+        share, gradients = self._differentiate(model, variables, arguments)
+        parts = [
+            [gradients[each].to_global(sbp=flow.sbp.partial_sum).reshape(-1) for each in chosen]
+            for chosen in self._gradients.layout
+        ]
         return (share, *(flow.cat(each).to_global(sbp=sbp) for each in parts))
 
-    def _compiled(self, shape: str, arguments: Any, factor: Tensor, sbp: Any) -> tuple[Tensor, ...] | None:
-        """The results of the graph for batches of this shape; None when there is none, and the step runs eagerly."""
-        if not self._compile or (shape not in self._graphs and len(self._graphs) == GRAPHS):
+    def _compiled(self, what: str, arguments: Any, body: Body) -> tuple[Tensor, ...] | None:
+        """The results of the graph for `what`; None when there is none, and the step runs eagerly."""
+        what += "".join("t" if each.training else "e" for each in self._modules)  # a graph keeps those it was traced in
+        if not self._compile or (what not in self._graphs and len(self._graphs) == GRAPHS):
             return None
         if len(self._backend._prepared) > 1:  # a graph does not wait for what is done to another model's parameters
             flow._oneflow_internal.eager.Sync()
-        if shape in self._graphs:
-            return self._count(self._graphs[shape](arguments, factor))
+        if what in self._graphs:
+            return self._count(self._graphs[what](arguments))
         _release_unused(self._backend)
-        graph = _StepGraph(self._model, partial(self._loss_and_gradients, sbp=sbp), self._placement)
+        graph = _StepGraph(self._model, self._variables, body, self._placement)
         _alive.append((weakref.ref(self), graph))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "(?s).*not registered into a nn.Graph")  # another model of the loss
-                results = graph(arguments, factor)
+                results = graph(arguments)
         except UnidistError:
             raise
         except Exception as error:  # whatever tracing a user's model raises
@@ -206,7 +197,7 @@ class GlobalStep:
             return None
         finally:
             graph.body = None  # it was only needed for tracing, and would keep this step alive
-        self._graphs[shape] = graph
+        self._graphs[what] = graph
         return self._count(results)
 
     def _run_eagerly(self, why: str) -> None:
@@ -222,36 +213,20 @@ class GlobalStep:
         return results
 
 
-def _gradients(loss: Tensor, parameters: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    """With zeros for a parameter that the loss does not depend on, as in the mirrored view. OneFlow fails there, or,
-    from the second time on, gives a local tensor."""
-    try:
-        found = flow.autograd.grad(loss, parameters, seed)
-    except Exception as error:
-        if "mut_grad_fn_node" not in str(error):
-            raise
-        nothing = sum((each.reshape(-1)[:1] * 0).to(loss.dtype).sum() for each in parameters)
-        found = flow.autograd.grad(loss + nothing.reshape(loss.shape), parameters, seed)
-    return [
-        each if each is not None and each.is_global else parameter.detach() * 0
-        for each, parameter in zip(found, parameters, strict=True)
-    ]
-
-
 class _StepGraph(nn.Graph):
     """Gradients are only computed inside an nn.Graph that trains something: here a number nobody looks at."""
 
-    def __init__(self, model: Any, body: Callable[..., tuple[Tensor, ...]], placement: Any) -> None:
+    def __init__(self, model: Any, variables: Variables, body: Body, placement: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.variables = model, variables
         self.nothing = nn.Linear(1, 1, bias=False).to_global(placement=placement, sbp=flow.sbp.broadcast)
         self.add_optimizer(flow.optim.SGD(self.nothing.parameters(), lr=0.0))
-        self.body: Callable[..., tuple[Tensor, ...]] | None = body
+        self.body: Body | None = body
 
-    def build(self, arguments: Any, factor: Tensor) -> tuple[Tensor, ...]:
+    def build(self, arguments: Any) -> tuple[Tensor, ...]:
         assert self.body is not None
-        results = self.body(self.model, arguments, factor)
-        self.nothing(factor.reshape(1, 1)).sum().backward()
+        results = self.body(self.model, self.variables, arguments)
+        self.nothing(self.variables.factor.reshape(1, 1)).sum().backward()
         return results
 
     def _Graph__print(self, *message: Any) -> None:

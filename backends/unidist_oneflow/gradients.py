@@ -44,13 +44,16 @@ class FlatGradients:
             buffer.copy_(part) if self._used else buffer.add_(part)
         self._used, self.waiting = False, True
 
-    def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
-        """Sum over the ranks, then scale, then clip by the norm of all of them together."""
+    def check_in_place(self) -> None:
         if any(parameter.grad is not view for parameter, view in self._views):
             raise StateError(
                 "the gradients were replaced, by zero_grad(set_to_none=True) or an assignment to .grad: unidist clears "
                 "them after each update, leave that to it"
             )
+
+    def finish(self, exchange: bool, rescale: float, clip_norm: float | None) -> None:
+        """Sum over the ranks, then scale, then clip by the norm of all of them together."""
+        self.check_in_place()
         for buffer in self.buffers:
             if exchange:
                 flow._C.local_all_reduce(buffer, inplace=True)

@@ -48,6 +48,12 @@ def check(optimizer: Any, model: Any) -> None:
         )
 
 
+def set_rate(optimizer: Any, rate: float | None) -> None:
+    if rate is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
 def state(named: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors, plain values). OneFlow counts steps once for an optimizer, others for each parameter."""
     tensors: dict[str, Any] = {}

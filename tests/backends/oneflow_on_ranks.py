@@ -20,7 +20,7 @@ def in_mirrored_view(folder: str) -> dict[str, Any]:
     with unidist.Strategy() as strategy:
         return {
             "curve": curve(strategy),
-            **in_any_view(strategy),
+            **in_any_view(strategy, folder),
             "interrupted": interrupted(),
             "data loaders": data_loaders_taken_over(strategy),
             "dropout": dropout_resumed(strategy, folder),
@@ -31,7 +31,7 @@ def in_consistent_view(folder: str) -> dict[str, Any]:
     with unidist.Strategy() as strategy:
         return {
             "curve": curve(strategy),
-            **in_any_view(strategy),
+            **in_any_view(strategy, folder),
             "untraceable": model_that_cannot_be_traced(strategy),
             "seen": what_users_see(strategy),
             "batches tracked": batches_tracked(strategy),
@@ -40,7 +40,7 @@ def in_consistent_view(folder: str) -> dict[str, Any]:
         }
 
 
-def in_any_view(strategy: unidist.Strategy) -> dict[str, Any]:
+def in_any_view(strategy: unidist.Strategy, folder: str) -> dict[str, Any]:
     return {
         "dtypes": dtypes(strategy),
         "gradients taken away": gradients_taken_away(strategy),
@@ -49,6 +49,7 @@ def in_any_view(strategy: unidist.Strategy) -> dict[str, Any]:
         "two steps": two_steps_that_share_a_group(strategy),
         "two models": two_models(strategy),
         "odd batches": odd_batches(strategy),
+        "optimizers": {kind: optimized(strategy, kind, f"{folder}-{kind}") for kind in OPTIMIZERS},
     }
 
 
@@ -281,6 +282,53 @@ def two_models(strategy: unidist.Strategy) -> list[float]:
             for step in steps:
                 step(x, y)
     return flat_state(strategy, first)[:600] + flat_state(strategy, last)
+
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("SGD", {}),
+    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+    "adam": ("Adam", {}),
+    "adamw": ("AdamW", {"betas": (0.8, 0.9)}),
+    "amsgrad": ("Adam", {"amsgrad": True}),
+    "rmsprop": ("RMSprop", {}),
+}
+
+
+def optimized(strategy: unidist.Strategy, kind: str, folder: str) -> list[list[float]]:
+    """The parameters before, after a few updates with settings that change, and after the same ones again, resumed from
+    a checkpoint. One layer has nothing to do with the loss, and the groups have rates of their own."""
+    import oneflow as flow
+    from oneflow import nn
+
+    from unidist_oneflow import zoo
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = mlp(strategy), nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.used(x)
+
+    flow.manual_seed(7)
+    net = Net()
+    name, settings = OPTIMIZERS[kind]
+    groups = [{"params": net.used.parameters(), "lr": 0.1}, {"params": net.unused.parameters()}]
+    own = getattr(flow.optim, name)(groups, lr=0.2, weight_decay=0.01, **settings)
+    model, optimizer = strategy.prepare(net, own)
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    after = [flat_state(strategy, model)]
+    for number in range(2):
+        step(*own_batch(strategy, number))
+    strategy.save(folder, model=model, optimizer=optimizer)
+    for _ in range(2):
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            optimizer.param_groups[1]["weight_decay"] = 0.01 if number < 2 else 0.1
+            step(*own_batch(strategy, number))
+        after.append(flat_state(strategy, model))
+        strategy.load(folder, model=model, optimizer=optimizer)
+    return after
 
 
 def odd_batches(strategy: unidist.Strategy) -> dict[str, list[float]]:

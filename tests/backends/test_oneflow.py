@@ -114,6 +114,16 @@ def test_both_views_train_the_same_on_odd_batches(mirrored, consistent, what):
         assert results["odd batches"][what] == pytest.approx(mirrored[0]["odd batches"][what], abs=2e-6)
 
 
+@pytest.mark.parametrize("kind", on_ranks.OPTIMIZERS)
+def test_both_views_update_the_same(mirrored, consistent, kind):
+    """In the consistent view some of them inside of the graph."""
+    for results in (*mirrored, *consistent):
+        before, first, resumed = results["optimizers"][kind]
+        assert first == pytest.approx(mirrored[0]["optimizers"][kind][1], abs=2e-6)
+        assert first == resumed
+        assert not any(a == b for a, b in zip(before, first, strict=True))
+
+
 def test_control_c_is_a_keyboard_interrupt(mirrored):
     assert [results["interrupted"] for results in mirrored] == [True, True]
 
