@@ -64,23 +64,24 @@ class HorovodStore:
 
     def __init__(self, size: int) -> None:
         self.kv = self if size > 1 else None
-        self.workers, self._next_key = size, 0
+        self.workers = size
+        self._names: list[str] = []  # by key
 
-    def keys(self, count: int) -> list[int]:
-        first = self._next_key
-        self._next_key += count
-        return list(range(first, first + count))
+    def keys(self, names: Sequence[str]) -> list[int]:
+        first = len(self._names)
+        self._names += names
+        return list(range(first, len(self._names)))
 
     def start(self, keys: list[int], arrays: Sequence[nd.NDArray], out: Sequence[Any]) -> None:
         for key, array in zip(keys, arrays, strict=True):
             if array.size:
-                hvd.broadcast_(array, 0, name=f"start of parameter {key}")
+                hvd.broadcast_(array, 0, name=f"start of parameter {key}, {self._names[key]}")
 
     def pushpull(self, key: int, values: list[nd.NDArray], out: list[nd.NDArray], priority: int) -> None:
-        hvd.allreduce_(values[0], op=hvd.Sum, name=f"gradient {key}", priority=priority)
+        hvd.allreduce_(values[0], op=hvd.Sum, name=f"gradient {key}, {self._names[key]}", priority=priority)
 
     def sum(self, key: int, array: nd.NDArray, priority: int, exchange: Any) -> None:
-        hvd.allreduce_(array, op=hvd.Sum, name=f"average {key}", priority=priority)
+        hvd.allreduce_(array, op=hvd.Sum, name=f"average {key}, {self._names[key]}", priority=priority)
 
 
 class HorovodExchange:

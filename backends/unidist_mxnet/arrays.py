@@ -29,3 +29,8 @@ def kind_like(tensor: nd.NDArray, array: np.ndarray) -> nd.NDArray:
     if isinstance(tensor, mx.np.ndarray):
         return result.as_np_ndarray()
     return result.as_nd_ndarray() if isinstance(result, mx.np.ndarray) else result
+
+
+def set_values(parameter: mx.gluon.Parameter, values: np.ndarray) -> None:
+    own = parameter.list_data()[0]
+    parameter.set_data(kind_like(own, values.astype(own.dtype)))

@@ -20,8 +20,8 @@ class GradientStore(Protocol):
     rounds_dtypes: bool  # only float32 and float16 get through unharmed
     rank_0_leads: bool  # whether `start` spreads the values of rank 0; a KVStore may number the workers in its own way
 
-    def keys(self, count: int) -> list[int]:
-        """New ones; every rank asks in the same order."""
+    def keys(self, names: Sequence[str]) -> list[int]:
+        """New ones, one for each name, which need not be new; every rank asks in the same order."""
 
     def start(self, keys: list[int], arrays: Sequence[nd.NDArray], out: Sequence[Any]) -> None:
         """Give the keys the first rank's arrays, and everybody these values."""

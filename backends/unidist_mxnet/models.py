@@ -16,7 +16,7 @@ from unidist.backend import Reduction
 from unidist.data.source import OwnLoader
 from unidist.errors import StateError, UsageError
 from unidist_mxnet import loading
-from unidist_mxnet.arrays import from_numpy, kind_like
+from unidist_mxnet.arrays import from_numpy, kind_like, set_values
 from unidist_mxnet.blocks import check_model, check_optimizer, collect, is_deferred, split
 from unidist_mxnet.carriers import GradientStore, ValueExchange
 from unidist_mxnet.devices import pick_contexts
@@ -134,8 +134,7 @@ class MxnetModels(Backend):
     def load_state(self, model: Any, arrays: Mapping[str, np.ndarray]) -> None:
         parameters = collect(model)
         for name, array in arrays.items():
-            each = parameters[name]
-            each.set_data(nd.array(array, dtype=each.dtype))
+            set_values(parameters[name], array)
         if model in self._trained:
             self._trained[model].values_changed(self.world.rank == 0)
 
@@ -191,7 +190,7 @@ class MxnetModels(Backend):
         data = self.exchange.broadcast(b"".join(value.tobytes() for value in values), 0)
         for each, value in zip(held, values, strict=True):
             own, data = data[: value.nbytes], data[value.nbytes :]
-            each.set_data(nd.array(np.frombuffer(own, value.dtype).reshape(value.shape), dtype=value.dtype))
+            set_values(each, np.frombuffer(own, value.dtype).reshape(value.shape))
 
     # -- a training step
 

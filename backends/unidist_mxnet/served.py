@@ -145,7 +145,7 @@ class Staleness:
         self.updates, self.total, self.worst = 0, 0, 0
 
     def start(self) -> None:
-        self._key, self._latest = self._store.keys(1)[0], nd.zeros(1)
+        self._key, self._latest = self._store.keys(["updates"])[0], nd.zeros(1)
         if self._store.rank == 0:
             self._store.command("count", [self._key])
         self._store.kv.init(self._key, nd.zeros(1))

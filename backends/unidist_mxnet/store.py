@@ -90,11 +90,11 @@ class Store:
 
     # -- keys -------------------------------------------------------------------------------------------------
 
-    def keys(self, count: int) -> list[int]:
+    def keys(self, names: Sequence[str]) -> list[int]:
         """New ones; every worker asks in the same order."""
         first = self._next_key
-        self._next_key += count
-        return list(range(first, first + count))
+        self._next_key += len(names)
+        return list(range(first, self._next_key))
 
     def start(self, keys: list[int], arrays: Sequence[mx.nd.NDArray], out: Sequence[Any]) -> None:
         """Give the keys the values that KVStore rank 0 has, and pull them."""
@@ -120,7 +120,7 @@ class Store:
         numbers = np.zeros(CARD, dtype=np.float32)
         numbers[: len(card)] = np.frombuffer(card, dtype=np.uint8)
         array = mx.nd.array(numbers)
-        self.start(self.keys(1), [array], [array])
+        self.start(self.keys(["card"]), [array], [array])
         return bytes(array.asnumpy().astype(np.uint8)).rstrip(b"\0")
 
     def command(self, do: str, keys: list[int], **said: Any) -> None:

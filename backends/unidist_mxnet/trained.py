@@ -11,6 +11,7 @@ from mxnet import autograd, nd
 
 from unidist.backend import Update
 from unidist.errors import StateError, UsageError
+from unidist_mxnet.arrays import set_values
 from unidist_mxnet.carriers import GradientStore, ValueExchange
 from unidist_mxnet.optimizers import set_rate
 from unidist_mxnet.saved import restore_state, saved_state
@@ -27,6 +28,7 @@ class Trained:
         self.parameters = [each for name, each in parameters.items() if names[id(each)] == name]
         self.trainable = [each for each in self.parameters if each.grad_req != "null"]
         self.names = [names[id(each)] for each in self.trainable]
+        self._requested = [(names[id(each)], each, each.grad_req == "null") for each in self.parameters]
         self._store, self._exchange, self._divisor = store, exchange, divisor
         self._heads: dict[Any, nd.NDArray] = {}
         self.sync, self.started = True, False
@@ -49,10 +51,10 @@ class Trained:
             if each not in plain:
                 value = each.list_data()[0].asnumpy()
                 value = np.frombuffer(self._exchange.broadcast(value.tobytes(), 0), value.dtype).reshape(value.shape)
-                each.set_data(nd.array(value, dtype=value.dtype))
+                set_values(each, value)
         rest = [each for each in plain if each.grad_req == "null"]
-        self.keys = store.keys(len(self.trainable))
-        frozen = store.keys(len(rest))
+        self.keys = store.keys(self.names)
+        frozen = store.keys([each.name for each in rest])
         self.take_arrays()
         if store.kv is not None and self.parameters:
             self.before_start()
@@ -86,9 +88,12 @@ class Trained:
         """Make the parameters of all ranks equal, where a step may leave them different."""
 
     def take_arrays(self) -> None:
-        """weights[device][n] and gradients[device][n]; asking Gluon in each step would cost more than the update."""
-        self.weights = [list(each) for each in zip(*(p.list_data() for p in self.trainable), strict=True)]
-        self.gradients = [list(each) for each in zip(*(p.list_grad() for p in self.trainable), strict=True)]
+        """weights[device][n] and gradients[device][n]; asking Gluon in each step would cost more than the update. Those
+        of mx.np come as the mx.nd arrays that share their memory, which all operators take."""
+        weights = [[array.as_nd_ndarray() for array in each.list_data()] for each in self.trainable]
+        gradients = [[array.as_nd_ndarray() for array in each.list_grad()] for each in self.trainable]
+        self.weights = [list(each) for each in zip(*weights, strict=True)]
+        self.gradients = [list(each) for each in zip(*gradients, strict=True)]
         self._by_key = [list(each) for each in zip(*self.gradients, strict=True)]
 
     # -- gradients ---------------------------------------------------------------------------------------------
@@ -96,6 +101,13 @@ class Trained:
     def open(self, sync: bool) -> None:
         """A loss is about to be computed. The first time that a gradient has to wait for others, let them add up."""
         self.sync = sync
+        for name, each, frozen in self._requested:
+            if (each.grad_req == "null") is not frozen:
+                raise StateError(
+                    f"parameter {name} was {'unfrozen' if frozen else 'frozen'} after prepare(), which has settled "
+                    "what is trained and exchanged: set grad_req before it. In the middle of a training, save, prepare "
+                    "a new model and load"
+                )
         if not sync and not self.adding:
             self.adding = True
             for each in self.trainable:

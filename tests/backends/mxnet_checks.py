@@ -17,9 +17,9 @@ from unidist_mxnet.zoo import *  # noqa: F403
 from unidist_mxnet.zoo import cross_entropy
 
 
-def train(case, model, optimizer, samples=40, epochs=1, **how):
+def train(case, model, optimizer, samples=40, epochs=1, loss_fn=cross_entropy, clip_norm=None, **how):
     model, optimizer = case.strategy.prepare(model, optimizer, **how)
-    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    step = case.strategy.train_step(model, optimizer, loss_fn, clip_norm=clip_norm)
     loader = case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3)
     for _ in range(epochs):
         for x, y in loader:
@@ -140,6 +140,41 @@ def trainer_is_ours_after_prepare(case):
     with refused(UsageError, "does not hold"):
         half = case.mlp()
         case.strategy.prepare(half, mx.gluon.Trainer(half[0].collect_params(), "sgd", {"learning_rate": 0.1}))
+
+
+@check
+def arrays_of_mx_np(case):
+    """Models of them train and are loaded as those of mx.nd."""
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    how = {"accumulate": 2, "clip_norm": 0.5, "loss_fn": lambda model, x, y: loss(model(x), y).mean()}
+    spec = SGD(0.3, momentum=0.9)
+    expected = case.parameters(train(case, case.mlp(), spec, **how)[0])
+    mx.npx.set_np()
+    try:
+        model, optimizer = train(case, case.mlp(), spec, **how)
+        case.strategy.save(f"{case.folder}/np", model=model, optimizer=optimizer)
+        again, optimizer = case.strategy.prepare(case.mlp(), spec)
+        case.strategy.load(f"{case.folder}/np", model=again, optimizer=optimizer)
+    finally:
+        mx.npx.reset_np()
+    assert all(isinstance(each.data(), mx.np.ndarray) for each in again.collect_params().values())
+    close(case.parameters(model), expected, tolerance=0)
+    close(case.parameters(again), expected, tolerance=0)
+
+
+@check
+def frozen_or_unfrozen_too_late(case):
+    """Which parameters are exchanged is settled by prepare."""
+    for before, after in (("write", "null"), ("null", "write")):
+        model = case.mlp()
+        model[0].bias.grad_req = before
+        model, optimizer = case.strategy.prepare(model, SGD(0.1))
+        step = case.strategy.train_step(model, optimizer, cross_entropy)
+        batch = [case.backend.from_numpy(each) for each in reference.data(4)]
+        step(*batch)
+        model[0].bias.grad_req = after
+        with refused(StateError, "after prepare()", "frozen"):
+            step(*batch)
 
 
 @check

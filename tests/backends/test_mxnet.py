@@ -59,6 +59,7 @@ EVERYWHERE = (
     "rate_set_by_hand",
     "factors_of_parameters",
     "gradient_of_a_parameter_that_was_not_used",
+    "frozen_or_unfrozen_too_late",
     "values_loaded_into_a_prepared_model",
     "io_iterators",
 )
@@ -68,6 +69,7 @@ CASES = {
         "rate_set_by_hand_comes_back",
         "models_that_cannot_be_trained_are_refused",
         "large_collectives",
+        "arrays_of_mx_np",
         "io_iterators_shuffle_and_augment_anew",
         "io_iterators_that_cannot_be_shared_out_are_refused",
     ),
