@@ -37,6 +37,11 @@ class PowerSGD:
 Compression = Literal["fp16", "bf16"] | TopK | PowerSGD
 
 
-def check(value: object) -> None:
+def check(value: object, precision: str | None) -> None:
+    if precision == "fp16" and isinstance(value, (TopK, PowerSGD)):
+        raise UsageError(
+            f"{type(value).__name__} keeps back parts of gradients, and fp16 multiplies them by a loss scale that "
+            "changes: use precision='bf16', or compression='fp16'"
+        )
     if value not in (None, "fp16", "bf16") and not isinstance(value, (TopK, PowerSGD)):
         raise UsageError(f"compression is {value!r}, it must be 'fp16', 'bf16', unidist.TopK(…) or unidist.PowerSGD(…)")

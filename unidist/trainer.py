@@ -84,7 +84,7 @@ class Trainer:
         _whole("sync_every", sync_every, 0)
         if precision not in (None, "bf16", "fp16"):
             raise UsageError(f"precision is {precision!r}, it must be 'bf16', 'fp16' or None")
-        compressions.check(compression)
+        compressions.check(compression, precision)
         local = sync_every != 1
         if local and compression is not None:
             raise UsageError(

@@ -109,6 +109,9 @@ def compressed_gradients(case: Case) -> None:
         assert any((a != b).any() for a, b in changed), f"{compression} compressed nothing"
     with refused(UsageError, "compression"):
         case.strategy.prepare(case.mlp(), SGD(0.1), compression="zip")  # type: ignore[arg-type]
+    for feeding_back in (TopK(0.25), PowerSGD()):
+        with refused(UsageError, "loss scale", "bf16"):
+            case.strategy.prepare(case.mlp(), SGD(0.1), precision="fp16", compression=feeding_back)
 
 
 @check
