@@ -57,6 +57,7 @@ def test_the_rate_follows_the_updates():
         if turn.closes:
             rates.append(schedule.update(turn, None).lr)
     assert rates == [10.0, 9.0, 8.0]
+    assert isinstance(unidist.SGD(1).rate(0), float)
     assert Schedule(unidist.SGD(0.1), 1).update(turn, None).lr is None, "a constant rate is left to the optimizer"
 
 

@@ -25,7 +25,7 @@ class OptimizerSpec:
     def rate(self, step: int) -> float:
         """The learning rate of update number `step`, counted from 0."""
         if not callable(self.lr):
-            return self.lr
+            return float(self.lr)
         rate = self.lr(step)
         self._number(f"lr({step})", rate, 0.0, float("inf"))
         return float(rate)

@@ -38,7 +38,7 @@ class Prepared:
     named: dict[str, Any]  # its parameters as local tensors
     gradients: FlatGradients | None
     faces: Faces | None  # in the consistent view
-    update: GraphUpdate | None  # likewise, where its optimizer is one that a graph can apply
+    update: GraphUpdate | None  # likewise
     exchanged: bool  # gradients are summed over the ranks before they are applied
     shown: list[tuple[str, Any, bool]]  # the parameters that the user sees: name, tensor, requires_grad
 
@@ -195,7 +195,7 @@ class OneFlowBackend(Backend):
             from unidist_oneflow.variables import Faces
 
             faces = Faces(model, self._placement)
-            if optimizer is not None and updates.fits(optimizer):
+            if optimizer is not None:
                 update = updates.GraphUpdate(optimizer, faces)
         exchanged = not features.local and self.world.world_size > 1
         if optimizer is not None:

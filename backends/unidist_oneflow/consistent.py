@@ -37,7 +37,7 @@ DIFFERENT: dict[str, bool | str] = {
     "or view='mirrored'",
     "local_sgd": "in the consistent view a parameter is one global tensor, the same on every rank: use view='mirrored'",
 }
-GRAPHS = 4  # compiled for so many shapes of batches; others, such as the last batch of a pass, run eagerly
+GRAPHS = 4  # of a kind, for as many shapes of batches and settings of the optimizer; then others do without
 
 Tensor = Any
 Body = Callable[..., tuple[Tensor, ...]]  # (model, variables, arguments) -> loss, …
@@ -68,7 +68,8 @@ class GlobalStep:
             with flow.enable_grad():
                 self._twins[each].reshape(-1)
         self._update = prepared.update
-        self._graphs: dict[str, Any] = {}
+        self._updating: dict[str, Any] = {}  # graphs that end with an update, by what they were compiled for
+        self._differentiating: dict[str, Any] = {}  # graphs that end with gradients
         self._compile = compile
         self._modules = list(model.modules())
         if compile and any(isinstance(each, nn.Dropout) for each in self._modules):
@@ -120,13 +121,15 @@ class GlobalStep:
 
     def _whole_step(self, batch: Sequence[Any], arguments: Any, weight: float, update: Update) -> Tensor | None:
         """The loss, after everything was done by one graph; None where none can."""
-        if self._update is None or not self._compile or update.clip_norm is not None:
+        assert self._update is not None
+        if not self._compile or update.clip_norm is not None or not self._update.possible:
             return None
         self._gradients.check_in_place()  # not needed here, but where a batch comes that cannot be compiled
         set_rate(self._optimizer, update.lr)
         self._variables.set("factor", weight * update.rescale)
         self._update.begin()
-        results = self._compiled(f"{self._update.compiled_in} {_shape_of(batch)}", arguments, self._loss_and_update)
+        what = f"{self._update.compiled_in} {_shape_of(batch)}"
+        results = self._compiled(self._updating, what, arguments, self._loss_and_update)
         if results is None:
             return None
         self._update.end()
@@ -135,7 +138,7 @@ class GlobalStep:
     def _run(self, batch: Sequence[Any], arguments: Any, weight: float, sbp: Any) -> list[Tensor]:
         self._variables.set("factor", weight)
         body = partial(self._loss_and_gradients, sbp=sbp)
-        results = self._compiled(f"{sbp} {_shape_of(batch)}", arguments, body)
+        results = self._compiled(self._differentiating, f"{sbp} {_shape_of(batch)}", arguments, body)
         if results is None:
             results = body(self._model, self._variables, arguments)
         return [each.to_local() for each in results]
@@ -173,15 +176,15 @@ class GlobalStep:
         ]
         return (share, *(flow.cat(each).to_global(sbp=sbp) for each in parts))
 
-    def _compiled(self, what: str, arguments: Any, body: Body) -> tuple[Tensor, ...] | None:
-        """The results of the graph for `what`; None when there is none, and the step runs eagerly."""
+    def _compiled(self, graphs: dict[str, Any], what: str, arguments: Any, body: Body) -> tuple[Tensor, ...] | None:
+        """The results of the graph for `what`; None when there is none."""
         what += "".join("t" if each.training else "e" for each in self._modules)  # a graph keeps those it was traced in
-        if not self._compile or (what not in self._graphs and len(self._graphs) == GRAPHS):
+        if not self._compile or (what not in graphs and len(graphs) == GRAPHS):
             return None
         if len(self._backend._prepared) > 1:  # a graph does not wait for what is done to another model's parameters
             flow._oneflow_internal.eager.Sync()
-        if what in self._graphs:
-            return self._count(self._graphs[what](arguments))
+        if what in graphs:
+            return self._count(graphs[what](arguments))
         _release_unused(self._backend)
         graph = _StepGraph(self._model, self._variables, body, self._placement)
         _alive.append((weakref.ref(self), graph))
@@ -197,7 +200,7 @@ class GlobalStep:
             return None
         finally:
             graph.body = None  # it was only needed for tracing, and would keep this step alive
-        self._graphs[what] = graph
+        graphs[what] = graph
         return self._count(results)
 
     def _run_eagerly(self, why: str) -> None:
@@ -219,7 +222,9 @@ class _StepGraph(nn.Graph):
     def __init__(self, model: Any, variables: Variables, body: Body, placement: Any) -> None:
         super().__init__()
         self.model, self.variables = model, variables
-        self.nothing = nn.Linear(1, 1, bias=False).to_global(placement=placement, sbp=flow.sbp.broadcast)
+        self.nothing = nn.Linear(1, 1, bias=False, dtype=flow.float32).to_global(
+            placement=placement, sbp=flow.sbp.broadcast
+        )
         self.add_optimizer(flow.optim.SGD(self.nothing.parameters(), lr=0.0))
         self.body: Body | None = body
 

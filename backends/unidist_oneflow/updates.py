@@ -40,19 +40,22 @@ MOMENTUM = _kernel("momentum_update", RATE, {"momentum": "momentum_buf"})
 ADAM = _kernel("adam_update", RATE | CORRECTIONS, {"m": "exp_avg", "v": "exp_avg_sq"})
 
 
-def fits(optimizer: Any) -> bool:
-    """Whether this can be done for it. A subclass may have an update of its own."""
-    plain = not any(group.options.get("amsgrad") or group.options.get("fused") for group in optimizer.param_groups)
-    return plain and type(optimizer) in (flow.optim.SGD, flow.optim.Adam, flow.optim.AdamW)
-
-
 class GraphUpdate:
     """Of one prepared model, whatever graphs it has."""
 
     def __init__(self, optimizer: Any, faces: Faces) -> None:
         self._optimizer, self._twins, self._variables = optimizer, faces.twins, faces.variables
         self._adam = not isinstance(optimizer, flow.optim.SGD)
+        self._step = optimizer.step
         self._shared: dict[str, tuple[Tensor, str, Tensor]] = {}  # name -> parameter, key of its state, local tensor
+
+    @property
+    def possible(self) -> bool:
+        """As things are now. A subclass, or a `step` that was replaced, may do something else."""
+        known = type(self._optimizer) in (flow.optim.SGD, flow.optim.Adam, flow.optim.AdamW)
+        groups = [group.options for group in self._optimizer.param_groups]
+        odd = any(each.get("amsgrad") or each.get("fused") for each in groups)
+        return known and not odd and self._optimizer.step == self._step
 
     @property
     def compiled_in(self) -> str:

@@ -33,8 +33,9 @@ class Variables(nn.Module):
 
     def set(self, name: str, value: float) -> None:
         """A number that may change from run to run. All ranks set the same ones."""
+        value = float(value)
         if name not in self._numbers:
-            self._numbers[name] = (flow.full((1,), value), value)
+            self._numbers[name] = (flow.full((1,), value, dtype=flow.float32), value)
             self.share(name, self._numbers[name][0])
         own, before = self._numbers[name]
         if value != before:

@@ -290,13 +290,21 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {}),
     "adamw": ("AdamW", {"betas": (0.8, 0.9)}),
     "amsgrad": ("Adam", {"amsgrad": True}),
+    "amsgrad, later": ("Adam", {}),
     "rmsprop": ("RMSprop", {}),
 }
 
 
-def optimized(strategy: unidist.Strategy, kind: str, folder: str) -> list[list[float]]:
-    """The parameters before, after a few updates with settings that change, and after the same ones again, resumed from
-    a checkpoint. One layer has nothing to do with the loss, and the groups have rates of their own."""
+class Optimized(NamedTuple):
+    before: list[float]  # parameters
+    after: list[float]  # a few updates, with settings that change
+    resumed: list[float]  # the same updates again, from a checkpoint
+    traced: int  # calls of the loss function, at first one for each of two updates
+    gradients_seen: bool  # outside of the graph
+
+
+def optimized(strategy: unidist.Strategy, kind: str, folder: str) -> Optimized:
+    """One layer has nothing to do with the loss, and the groups have rates of their own."""
     import oneflow as flow
     from oneflow import nn
 
@@ -316,19 +324,30 @@ def optimized(strategy: unidist.Strategy, kind: str, folder: str) -> list[list[f
     groups = [{"params": net.used.parameters(), "lr": 0.1}, {"params": net.unused.parameters()}]
     own = getattr(flow.optim, name)(groups, lr=0.2, weight_decay=0.01, **settings)
     model, optimizer = strategy.prepare(net, own)
-    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-    after = [flat_state(strategy, model)]
+    calls = []
+
+    def loss_fn(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return zoo.cross_entropy(*arguments)
+
+    step = strategy.train_step(model, optimizer, loss_fn)
+    states = [flat_state(strategy, model)]
     for number in range(2):
         step(*own_batch(strategy, number))
+    traced, buffers = len(calls), strategy._backend._prepared[model].gradients.buffers
+    seen = any(buffer.numpy().any() for buffer in buffers)
     strategy.save(folder, model=model, optimizer=optimizer)
     for _ in range(2):
         for number in range(4):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
-            optimizer.param_groups[1]["weight_decay"] = 0.01 if number < 2 else 0.1
+            used, unused = optimizer.param_groups
+            used["lr"] = (1, 0.1, np.float32(0.2), np.float64(0.3))[number]
+            unused["weight_decay"] = 0.01 if number < 2 else 0.1
+            if kind == "amsgrad, later":
+                used["amsgrad"] = unused["amsgrad"] = number > 1
             step(*own_batch(strategy, number))
-        after.append(flat_state(strategy, model))
+        states.append(flat_state(strategy, model))
         strategy.load(folder, model=model, optimizer=optimizer)
-    return after
+    return Optimized(*states, traced, seen)
 
 
 def odd_batches(strategy: unidist.Strategy) -> dict[str, list[float]]:

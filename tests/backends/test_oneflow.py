@@ -116,12 +116,17 @@ def test_both_views_train_the_same_on_odd_batches(mirrored, consistent, what):
 
 @pytest.mark.parametrize("kind", on_ranks.OPTIMIZERS)
 def test_both_views_update_the_same(mirrored, consistent, kind):
-    """In the consistent view some of them inside of the graph."""
-    for results in (*mirrored, *consistent):
-        before, first, resumed = results["optimizers"][kind]
-        assert first == pytest.approx(mirrored[0]["optimizers"][kind][1], abs=2e-6)
-        assert first == resumed
-        assert not any(a == b for a, b in zip(before, first, strict=True))
+    for results in (each["optimizers"][kind] for each in (*mirrored, *consistent)):
+        assert results.after == pytest.approx(mirrored[0]["optimizers"][kind].after, abs=2e-6)
+        assert results.after == results.resumed
+        assert not any(a == b for a, b in zip(results.before, results.after, strict=True))
+
+
+@pytest.mark.parametrize("kind", on_ranks.OPTIMIZERS)
+def test_an_update_is_a_part_of_the_graph_where_it_can(consistent, kind):
+    for results in (each["optimizers"][kind] for each in consistent):
+        assert results.traced == 1
+        assert results.gradients_seen == (kind in ("amsgrad", "rmsprop"))
 
 
 def test_control_c_is_a_keyboard_interrupt(mirrored):
