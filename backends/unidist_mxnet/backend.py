@@ -17,6 +17,7 @@ from unidist.control import Control, ControlServer, connect_from_env
 from unidist.errors import StateError, UnsupportedOperation, UsageError
 from unidist.watch import own_interface
 from unidist_mxnet import MxnetOptions, capabilities, memory
+from unidist_mxnet.blocks import check_for_servers
 from unidist_mxnet.cluster import with_neighbours
 from unidist_mxnet.exchange import Exchange
 from unidist_mxnet.models import MxnetModels
@@ -127,6 +128,7 @@ class MxnetBackend(MxnetModels):
     def make_trained(self, carried: tuple[Any, ...], optimizer: Any, native: Any) -> tuple[Trained, Any]:
         if optimizer is None or not (self.store.distributed and self.options.server_updates):
             return super().make_trained(carried, optimizer, native)
+        check_for_servers(optimizer, native)
         if isinstance(native, LAYERWISE) and int(os.environ["DMLC_NUM_SERVER"]) > 1:
             raise UnsupportedOperation(
                 f"{type(native).__name__} needs the norm of each whole parameter, and several servers hold parts of "

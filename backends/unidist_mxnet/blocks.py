@@ -9,7 +9,12 @@ import mxnet as mx
 from mxnet import gluon, nd
 
 from unidist import OptimizerSpec
-from unidist.errors import StateError, UsageError
+from unidist.errors import StateError, UnsupportedOperation, UsageError
+
+NADAM = (
+    "MXNet's Nadam has one schedule for all parameters, which moves on with the update of each: use one device in "
+    "each worker and update_on='worker' with dist_sync, or unidist.Adam"
+)
 
 
 def check_model(model: Any) -> None:
@@ -38,8 +43,14 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
     """The mx.optimizer inside, None for a spec. One made for another copy of the model would move nothing."""
     if optimizer is None or isinstance(optimizer, OptimizerSpec):
         return None
-    if isinstance(optimizer, mx.optimizer.Optimizer):
-        return optimizer
+    native = optimizer._optimizer if isinstance(optimizer, gluon.Trainer) else optimizer
+    if isinstance(native, mx.optimizer.Optimizer) and (native.lr_mult or native.wd_mult):
+        raise UsageError(
+            "Gluon does not look at the lr_mult and wd_mult of an optimizer: set those of the parameters, as in "
+            "model.collect_params('.*bias').setattr('wd_mult', 0)"
+        )
+    if native is optimizer and isinstance(native, mx.optimizer.Optimizer):
+        return native
     if not isinstance(optimizer, gluon.Trainer):
         raise UsageError(
             f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW, an mx.optimizer one, or a "
@@ -61,11 +72,35 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
                 f"the Trainer does not hold the model's parameter {each.name}: set its grad_req to 'null' to freeze "
                 "it, or make the Trainer from all of collect_params()"
             )
+    if optimizer._compression_params:
+        raise UsageError(
+            "the Trainer has compression_params, and a Strategy a store of its own: say the option compression='2bit', "
+            "as in `unidist run --backend mxnet --option compression=2bit …`"
+        )
     for name in ("step", "update", "allreduce_grads"):
         setattr(optimizer, name, _refuse(name, "would train this worker alone", "train_step or strategy.step(trainer)"))
     for name in ("save_states", "load_states"):
         setattr(optimizer, name, _refuse(name, "knows nothing of the other workers", "strategy.save and strategy.load"))
-    return optimizer._optimizer
+    return native
+
+
+def check_for_workers(optimizer: Any, native: Any, workers: int, devices: int) -> None:
+    """That each worker, and device, making the update by itself comes to the same."""
+    if isinstance(optimizer, gluon.Trainer) and optimizer._kvstore_params["update_on_kvstore"]:
+        raise UsageError("the Trainer asks for update_on_kvstore: say the option update_on='server' instead")
+    if isinstance(native, mx.optimizer.SGLD) and workers * devices > 1:
+        raise UnsupportedOperation(
+            "SGLD adds noise, which would be another on every worker and device: update_on='server' does it once"
+        )
+    if isinstance(native, mx.optimizer.Nadam) and devices > 1:
+        raise UnsupportedOperation(NADAM)
+
+
+def check_for_servers(optimizer: Any, native: Any) -> None:
+    if isinstance(optimizer, gluon.Trainer) and optimizer._kvstore_params["update_on_kvstore"] is False:
+        raise UsageError("the Trainer says update_on_kvstore=False: say the option update_on='worker', with dist_sync")
+    if isinstance(native, mx.optimizer.Nadam):
+        raise UnsupportedOperation(NADAM)
 
 
 def _refuse(name: str, problem: str, instead: str) -> Any:
@@ -104,5 +139,6 @@ def _part(value: Any, rows: int, begin: int, end: int, context: mx.Context) -> A
     if isinstance(value, dict):
         return {key: _part(each, rows, begin, end, context) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_part(each, rows, begin, end, context) for each in value)
+        parts = [_part(each, rows, begin, end, context) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

@@ -17,10 +17,10 @@ from unidist.data.source import OwnLoader
 from unidist.errors import StateError, UsageError
 from unidist_mxnet import loading
 from unidist_mxnet.arrays import from_numpy, kind_like, set_values
-from unidist_mxnet.blocks import check_model, check_optimizer, collect, is_deferred, split
+from unidist_mxnet.blocks import check_for_workers, check_model, check_optimizer, collect, is_deferred, split
 from unidist_mxnet.carriers import GradientStore, ValueExchange
 from unidist_mxnet.devices import pick_contexts
-from unidist_mxnet.optimizers import from_spec
+from unidist_mxnet.optimizers import from_spec, settings
 from unidist_mxnet.trained import Trained, UpdatedByWorker
 
 
@@ -101,6 +101,7 @@ class MxnetModels(Backend):
         `native` the mx.optimizer one inside `optimizer`, None for a spec."""
         if optimizer is None:
             return Trained(*carried), None
+        check_for_workers(optimizer, native, self.world.world_size, self.devices)
         trained = UpdatedByWorker(*carried)
         each = [from_spec(optimizer) for _ in self._contexts] if native is None else [native]
         trained.use(each)
@@ -140,10 +141,7 @@ class MxnetModels(Backend):
 
     def settings(self, optimizer: Any) -> dict[str, object]:
         native = optimizer.optimizer if isinstance(optimizer, gluon.Trainer) else optimizer
-        known = vars(native) if isinstance(native, mx.optimizer.Optimizer) else {}
-        return {
-            name: value for name, value in known.items() if isinstance(value, (bool, int, float)) and name[0] != "_"
-        }
+        return {"lr": native.lr, **settings(native)} if isinstance(native, mx.optimizer.Optimizer) else {}
 
     def optimizer_state(self, model: Any, optimizer: Any) -> tuple[dict[str, nd.NDArray], dict[str, Any]]:
         return self._trained[model].optimizer_state()

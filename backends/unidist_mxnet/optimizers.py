@@ -58,8 +58,14 @@ def set_rate(optimizer: mx.optimizer.Optimizer, rate: float) -> None:
     optimizer.lr = rate  # not set_learning_rate: it refuses where a scheduler is set, whose rate this may be
 
 
+def settings(optimizer: mx.optimizer.Optimizer) -> dict[str, object]:
+    """Those that stay as they are during a training; `num_update` and `m_schedule` (of Nadam) count what was done."""
+    plain, moving = (bool, int, float, str, type(None)), ("lr", "num_update", "m_schedule")
+    return {k: v for k, v in vars(optimizer).items() if isinstance(v, plain) and k[0] != "_" and k not in moving}
+
+
 # What an optimizer keeps for itself and a server makes anew.
-_OWN = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult", "num_update", "begin_num_update")
+_OWN = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult")
 
 
 def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def saved_state(updater: mx.optimizer.Updater, names: list[str]) -> tuple[dict[s
         else:
             tensors.update({f"{name}/state{i}": array for i, array in enumerate(_leaves(state))})
     values = {"kind": _kind(optimizer), "counts": counts, "rates": rates, "updates": optimizer.num_update}
+    if isinstance(optimizer, mx.optimizer.Nadam):
+        values["m_schedule"] = optimizer.m_schedule
     # One group, as other frameworks have it that allow several.
     return tensors, {**values, "groups": [{"lr": optimizer.learning_rate, "weight_decay": optimizer.wd}]}
 
@@ -63,7 +65,8 @@ def restore_state(
         if isinstance(optimizer, FusedSGD) and state is not None:
             rate = values.get("rates", {}).get(name, 1.0)
             optimizer.rates[n] = rate
-            _fill(state, own["velocity"].astype(np.float64) * -rate)
+            if "velocity" in own:  # else there was no momentum yet
+                _fill(state, own["velocity"].astype(np.float64) * -rate)
         elif isinstance(optimizer, FusedAdam):
             for array, kind in zip(state, MOMENTS, strict=True):
                 _fill(array, own[kind])
@@ -72,6 +75,8 @@ def restore_state(
                 if f"state{i}" not in own:
                     raise CheckpointError(f"the checkpoint has no {name}/state{i}: it is of another optimizer")
                 _fill(array, own[f"state{i}"])
+    if isinstance(optimizer, mx.optimizer.Nadam):
+        optimizer.m_schedule = float(values.get("m_schedule", 1.0))
     if not isinstance(optimizer, (FusedSGD, FusedAdam)) and optimizer.lr_scheduler is None:
         set_rate(optimizer, values["groups"][0]["lr"])  # it may have been set by hand; a spec says its own
     optimizer.num_update = int(values.get("updates", max(optimizer._index_update_count.values(), default=0)))

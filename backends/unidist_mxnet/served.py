@@ -10,8 +10,8 @@ import mxnet as mx
 from mxnet import nd
 
 from unidist.backend import Update
-from unidist.errors import UnsupportedOperation
-from unidist_mxnet.optimizers import set_rate
+from unidist.errors import StateError, UnsupportedOperation
+from unidist_mxnet.optimizers import set_rate, settings
 from unidist_mxnet.store import Store
 from unidist_mxnet.trained import Trained
 
@@ -31,9 +31,10 @@ class UpdatedByServer(Trained):
 
     def use(self, optimizer: mx.optimizer.Optimizer, description: dict[str, Any]) -> None:
         self._optimizer, self._description = optimizer, description
-        self._told = optimizer.learning_rate
+        self._told = optimizer.lr
 
     def before_start(self) -> None:
+        self._settled = settings(self._optimizer), self._factors()
         if self.trainable and self._store.rank == 0:
             said = {**self._description, **self._factors()}
             self._store.command("optimize", self.keys, optimizer=said)
@@ -58,6 +59,7 @@ class UpdatedByServer(Trained):
             super().average(what, size)
 
     def apply(self, update: Update) -> None:
+        self._check_settled()
         self._updates += 1
         self._tell_rate(update.lr)
         weights = [list(each) for each in zip(*self.weights, strict=True)]
@@ -75,12 +77,23 @@ class UpdatedByServer(Trained):
         if self.adding:
             self.clear()
 
+    def _check_settled(self) -> None:
+        """The servers were told once, and a change here would not reach them."""
+        for now, then in zip((settings(self._optimizer), self._factors()), self._settled, strict=True):
+            for name, value in now.items():
+                if value != then.get(name):
+                    raise StateError(
+                        f"{name} was changed after prepare(), and the servers hold the optimizer: set it before, or "
+                        "use update_on='worker' with dist_sync. The learning rate may change at any time"
+                    )
+
     def _tell_rate(self, rate: float | None) -> None:
         """The servers never look at the worker's optimizer again, so its rate has to be sent whenever it changes."""
         optimizer = self._optimizer
         if rate is not None:
             set_rate(optimizer, rate)
-        rate = optimizer.lr_scheduler(self._updates) if optimizer.lr_scheduler else optimizer.lr
+        count = optimizer.begin_num_update + self._updates
+        rate = optimizer.lr_scheduler(count) if optimizer.lr_scheduler else optimizer.lr
         if rate == self._told:
             return
         self._told = rate
@@ -93,8 +106,13 @@ class UpdatedByServer(Trained):
 
     def pull(self) -> None:
         """What the servers hold now."""
+        # After a pushpull from one device the library receives into what was sent: the gradients, which may be waiting.
+        kept = [[each.copy() for each in gradients] for gradients in self._by_key] if self.adding else []
         for n, key in enumerate(self.keys):
             self._store.kv.pull(key, out=[weights[n] for weights in self.weights])
+        for copies, gradients in zip(kept, self._by_key, strict=False):
+            for copy, gradient in zip(copies, gradients, strict=True):
+                copy.copyto(gradient)
 
     def catch_up(self) -> None:
         if self._asynchronous:

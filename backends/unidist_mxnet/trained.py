@@ -140,6 +140,7 @@ class Trained:
             self.sync = True
         if self._store.workers == 1:
             return
+        nd.waitall()  # copies are summed below, and nothing else would order that after other sums of these keys
         for n, (key, first) in enumerate(zip(self.keys, arrays[0], strict=True)):
             mean = first.copy()
             self._store.sum(key, mean, -n, self._exchange)

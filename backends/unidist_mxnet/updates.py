@@ -22,8 +22,9 @@ class Updates:
 
     def __call__(self, key: int, received: mx.nd.NDArray, held: mx.nd.NDArray) -> None:
         with fatal(f"the update of key {key}"):
-            # The sum may still be reading a message that the library frees once `held` is ready. An update that does
-            # not move `held`, as at rate 0, would not have waited for it.
+            # The library frees messages once `held` is ready. An update that does not move `held`, as at rate 0, does
+            # not wait until they are summed up; in dist_async `received` is the message itself, and still to be read.
+            received = received.copy()
             received.wait_to_read()
             if key in self._counters:
                 held += received

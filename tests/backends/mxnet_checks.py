@@ -90,33 +90,123 @@ def deferred_initialisation_after_a_bad_start(case):
     close(case.parameters(again), case.parameters(model), tolerance=0)
 
 
+def train_alone(case, optimizer):
+    """The parameters after MXNet itself applied the optimizer to the whole batches."""
+    from unidist.data.order import permutation
+
+    model = case.mlp()
+    trainer = mx.gluon.Trainer(model.collect_params(), optimizer, kvstore=None)
+    x, y = reference.data(40)
+    order, whole = permutation(40, 3, 0), 4 * case.backend.devices * case.size
+    for first in range(0, 40, whole):
+        rows = order[first : first + whole]
+        with mx.autograd.record():
+            loss = cross_entropy(model, mx.nd.array(x[rows]), mx.nd.array(y[rows]))
+        loss.backward()
+        trainer.step(1)
+    return case.parameters(model)
+
+
 @check
 def native_optimizers(case):
     """An mx.optimizer one and a Trainer, with a scheduler, as MXNet itself would apply them to the whole batch."""
     for kind in ("adam", "nag"):
-        results = []
-        for make in (lambda model, o: o, lambda model, o: mx.gluon.Trainer(model.collect_params(), o)):
-            scheduler = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
-            optimizer = mx.optimizer.create(kind, learning_rate=0.1, lr_scheduler=scheduler, wd=0.01)
-            model = case.mlp()
-            results.append(case.parameters(train(case, model, make(model, optimizer))[0]))
-        alone = case.mlp()
-        scheduler = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
-        trainer = mx.gluon.Trainer(
-            alone.collect_params(), kind, {"learning_rate": 0.1, "lr_scheduler": scheduler, "wd": 0.01}, kvstore=None
-        )
-        x, y = reference.data(40)
-        from unidist.data.order import permutation
 
-        order, whole = permutation(40, 3, 0), 4 * case.backend.devices * case.size
-        for first in range(0, 40, whole):
-            rows = order[first : first + whole]
-            with mx.autograd.record():
-                loss = cross_entropy(alone, mx.nd.array(x[rows]), mx.nd.array(y[rows]))
-            loss.backward()
-            trainer.step(1)
-        for result in results:
-            close(result, case.parameters(alone), tolerance=5e-6)
+        def create(kind=kind):
+            scheduler = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
+            return mx.optimizer.create(kind, learning_rate=0.1, lr_scheduler=scheduler, wd=0.01)
+
+        alone = train_alone(case, create())
+        for make in (lambda model, o: o, lambda model, o: mx.gluon.Trainer(model.collect_params(), o)):
+            model = case.mlp()
+            close(case.parameters(train(case, model, make(model, create()))[0]), alone, tolerance=5e-6)
+
+
+@check
+def native_schedules(case):
+    """A warm-up that begins elsewhere, updates that were made before, and a rate that only the scheduler knows."""
+    schedulers = mx.lr_scheduler
+    for make in (
+        lambda: mx.optimizer.SGD(
+            learning_rate=0.5,
+            momentum=0.9,
+            lr_scheduler=schedulers.FactorScheduler(
+                100, base_lr=0.5, warmup_steps=3, warmup_begin_lr=0.01, warmup_mode="constant"
+            ),
+        ),
+        lambda: mx.optimizer.SGD(
+            learning_rate=0.5, begin_num_update=3, lr_scheduler=schedulers.MultiFactorScheduler([4, 6], 0.1, 0.5)
+        ),
+        lambda: mx.optimizer.Adam(learning_rate=0.1, begin_num_update=100),
+        lambda: mx.optimizer.SGD(momentum=0.9, lr_scheduler=schedulers.FactorScheduler(2, 0.5, base_lr=0.3)),
+    ):
+        close(case.parameters(train(case, case.mlp(), make())[0]), train_alone(case, make()), tolerance=5e-6)
+
+
+@check
+def optimizers_that_would_go_wrong_are_refused(case):
+    model = case.mlp()
+    parameters = model.collect_params()
+    factors = mx.optimizer.SGD(learning_rate=0.1)
+    factors.set_lr_mult({0: 0.5})
+    compressing = mx.gluon.Trainer(parameters, "sgd", compression_params={"type": "2bit", "threshold": 0.5})
+    for optimizer, words in ((factors, "collect_params"), (compressing, "compression='2bit'")):
+        with refused(UsageError, words):
+            case.strategy.prepare(model, optimizer)
+    on_servers = case.backend.options.server_updates
+    other = mx.gluon.Trainer(parameters, "sgd", update_on_kvstore=not on_servers)
+    with refused(UsageError, "update_on='worker'" if on_servers else "update_on='server'"):
+        case.strategy.prepare(model, other)
+    random = mx.optimizer.Nadam() if on_servers else mx.optimizer.SGLD()
+    with refused(UnsupportedOperation, "update_on="):
+        case.strategy.prepare(model, random)
+
+
+@check
+def settings_of_servers_that_are_changed_too_late(case):
+    """Nothing of it would reach them."""
+    for change in (
+        lambda model, optimizer: setattr(optimizer, "wd", 0.5),
+        lambda model, optimizer: model.collect_params().setattr("lr_mult", 0.0),
+    ):
+        model, optimizer = case.strategy.prepare(case.mlp(), mx.optimizer.SGD(learning_rate=0.1))
+        step = case.strategy.train_step(model, optimizer, cross_entropy)
+        batch = [case.backend.from_numpy(each) for each in reference.data(4)]
+        step(*batch)
+        change(model, optimizer)
+        with refused(StateError, "after prepare()"):
+            step(*batch)
+
+
+@check
+def nadam_resumes(case):
+    model, optimizer = train(case, case.mlp(), mx.optimizer.Nadam(learning_rate=0.1))
+    case.strategy.save(f"{case.folder}/nadam", model=model, optimizer=optimizer)
+    again, other = case.strategy.prepare(case.mlp(), mx.optimizer.Nadam(learning_rate=0.1))
+    case.strategy.load(f"{case.folder}/nadam", model=again, optimizer=other)
+    batch = [case.backend.from_numpy(each) for each in reference.data(4)]
+    for each in ((model, optimizer), (again, other)):
+        case.strategy.train_step(*each, cross_entropy)(*batch)
+    close(case.parameters(again), case.parameters(model), tolerance=0)
+
+
+@check
+def averages_by_hand_wait_for_each_other(case):
+    """Parameters that are equal stay so, and gradients that take a while become their mean."""
+    for order in (("gradients", "parameters"), ("parameters", "gradients")):
+        model = nn.HybridSequential()
+        model.add(*(nn.Dense(400, in_units=400, use_bias=False) for _ in range(4)))
+        model.initialize(mx.init.Constant(0.01))
+        model, optimizer = case.strategy.prepare(model, SGD(1.0), sync_every=0)
+        with case.strategy.forward(model):
+            loss = model(mx.nd.ones((200, 400)) * (1 + case.rank)).mean()
+        case.strategy.backward(loss)
+        for what in order:
+            getattr(case.strategy, f"average_{what}")(model)
+        close(case.parameters(model), [np.full((400, 400), 0.01)] * 4)
+        gradients = [each.grad().asnumpy() for each in model.collect_params().values()]
+        close(gradients, [np.full((400, 400), 4.0**3 / 400 * (1 + case.size) / 2)] * 4, tolerance=1e-4)
+        case.strategy.step(optimizer)
 
 
 @check
@@ -206,6 +296,55 @@ def gradients_are_whole_while_the_rate_is_zero(case):
         slope(mx.nd.array([1.0 + case.rank]))
     velocity = sum(0.5**n for n in range(31)) * (1 + case.size) / 2
     close(case.parameters(model), [np.full((300, 300), -velocity)] * 6)
+
+
+@check
+def velocity_in_dist_async_while_the_rate_is_zero(case):
+    """With gradient g it comes to stand at 10 g (momentum 0.9), so each update after that moves by as much."""
+    model = nn.HybridSequential()
+    model.add(*(nn.Dense(5, in_units=5) for _ in range(6)))
+    model.initialize(mx.init.Zero())
+    model, optimizer = case.strategy.prepare(model, SGD(lambda update: float(update >= 250), momentum=0.9))
+    parameters = list(model.collect_params().values())
+    gradients = range(1, 1 + len(parameters))
+    slope = case.strategy.train_step(
+        model, optimizer, lambda _, x: sum(g * p.data().sum() for g, p in zip(gradients, parameters, strict=True)) * x
+    )
+    for _ in range(251):
+        slope(mx.nd.ones((1,)))
+    with case.strategy.evaluate(model):
+        updates = [value / (-10 * g) for g, value in zip(gradients, case.parameters(model), strict=True)]
+    assert min(each.min() for each in updates) > 0.9, updates
+    close(updates, [np.round(each) for each in updates], tolerance=5e-3)  # up to 251 sums, each rounded to float32
+
+
+@check
+def evaluation_inside_a_group_of_dist_async(case):
+    """Gradients that wait for the rest of their group are not lost over it."""
+    model = nn.Dense(1, in_units=3, use_bias=False)
+    model.initialize(mx.init.Constant(100.0))
+    model, optimizer = case.strategy.prepare(model, SGD(1.0), accumulate=2)
+    step = case.strategy.train_step(model, optimizer, lambda m, x: m(x).sum())
+    for number in range(4):
+        step(mx.nd.ones((1, 3)))
+        if number == 2:
+            with case.strategy.evaluate(model):
+                pass
+    with case.strategy.evaluate(model):
+        close(case.parameters(model), [np.full((1, 3), 100.0 - 2 * case.size)])
+
+
+@check
+def momentum_that_is_new(case):
+    """A checkpoint from before it begins with none."""
+    model, optimizer = train(case, case.mlp(), SGD(0.1))
+    case.strategy.save(f"{case.folder}/without", model=model, optimizer=optimizer)
+    again, other = case.strategy.prepare(case.mlp(), SGD(0.1, momentum=0.9))
+    case.strategy.load(f"{case.folder}/without", model=again, optimizer=other)
+    batch = [case.backend.from_numpy(each) for each in reference.data(4)]
+    for each in ((model, optimizer), (again, other)):
+        case.strategy.train_step(*each, cross_entropy)(*batch)
+    close(case.parameters(again), case.parameters(model))  # the first velocity is the gradient
 
 
 @check
