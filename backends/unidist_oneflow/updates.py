@@ -47,7 +47,7 @@ class GraphUpdate:
         self._optimizer, self._twins, self._variables = optimizer, faces.twins, faces.variables
         self._adam = not isinstance(optimizer, flow.optim.SGD)
         self._step = optimizer.step
-        self._shared: dict[str, tuple[Tensor, str, Tensor]] = {}  # name -> parameter, key of its state, local tensor
+        self._shared: dict[str, Tensor] = {}  # local tensors of the optimizer's state, by name of the variable
 
     @property
     def possible(self) -> bool:
@@ -84,8 +84,8 @@ class GraphUpdate:
             if key not in own:
                 own[key] = flow.zeros_like(parameter)
             self._variables.share(name, own[key])
-            self._shared[name] = (parameter, key, own[key])
-        shared = self._shared[name][2]
+            self._shared[name] = own[key]
+        shared = self._shared[name]
         if own.get(key) is not shared:  # a checkpoint was loaded
             shared.copy_(own[key]) if key in own else shared.zero_()
             own[key] = shared
