@@ -108,10 +108,10 @@ def curve(output: str) -> list[float]:
 class Hosts:
     def __init__(self, base: Path, count: int = 3) -> None:
         self.base = base
-        self._prefix = f"ud{os.getpid()}x{next(_made)}"  # two test runs at once do not meet
-        self._switch = f"{self._prefix}sw"
+        self.prefix = f"ud{os.getpid()}x{next(_made)}"  # two test runs at once do not meet
+        self._switch = f"{self.prefix}sw"
         self._env: dict[str, str] | None = None  # Slurm's, once it runs
-        self._hosts = [Host(f"h{i}", f"10.77.0.{i + 1}", f"{self._prefix}h{i}", base / "hosts") for i in range(count)]
+        self._hosts = [Host(f"h{i}", f"10.77.0.{i + 1}", f"{self.prefix}h{i}", base / "hosts") for i in range(count)]
 
     def __getitem__(self, index: int) -> Host:
         return self._hosts[index]
