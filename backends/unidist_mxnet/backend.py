@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import mxnet as mx
 from mxnet import nd
 
 from unidist import World
 from unidist.control import Control, ControlServer, connect_from_env
-from unidist.errors import StateError, UnsupportedOperation, UsageError
+from unidist.errors import CommunicationError, StateError, UnsupportedOperation, UsageError
 from unidist.watch import own_interface
 from unidist_mxnet import MxnetOptions, capabilities, memory
 from unidist_mxnet.blocks import check_for_servers
@@ -72,19 +73,24 @@ class MxnetBackend(MxnetModels):
 
     def _ask_servers(self, control: Control) -> list[dict[str, int | str]]:
         servers = int(os.environ["DMLC_NUM_SERVER"])
-        answers = memory.ask(control, servers)
+        answers = self.exchange.meet(memory.ask(control, servers) if self.world.rank == 0 else None)[0]
         if len(answers) < servers:
             if self.options.server_updates:
-                raise UsageError(f"update_on='server' needs servers of unidist's. {FOREIGN}")
+                self._refuse_on_all_ranks(f"update_on='server' needs servers of unidist's. {FOREIGN}")
             if self.world.rank == 0:
                 sys.stderr.write(f"unidist: should a process die, the others will wait for ever. {FOREIGN}\n")
         asked = self.options.server_memory
         if asked and any(each["bytes"] != int(asked * memory.GB) for each in answers):
-            raise UsageError(
+            self._refuse_on_all_ranks(
                 f"server_memory is {asked:g} here, and the servers were not told: say it to `unidist run --option "
                 f"server_memory={asked:g}`"
             )
         return answers
+
+    def _refuse_on_all_ranks(self, why: str) -> NoReturn:
+        with contextlib.suppress(CommunicationError):
+            self.exchange.meet()  # one of them may be the control plane: it is not to leave before the others know
+        raise UsageError(why)
 
     def _find_neighbours(self) -> None:
         told = self.exchange.meet([self.store.rank, socket.gethostname()])
