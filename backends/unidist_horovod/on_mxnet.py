@@ -36,6 +36,9 @@ PROMISED: Capabilities = replace(
 )
 
 
+GROUP = 1 << 20  # bytes; so much is sent at once, while backward works on the rest
+
+
 class MxnetOverHorovod(MxnetModels):
     capabilities = PROMISED
 
@@ -66,6 +69,7 @@ class HorovodStore:
         self.kv = self if size > 1 else None
         self.workers = size
         self._names: list[str] = []  # by key
+        self._groups: dict[int, list[tuple[list[int], str]]] = {}  # of gradients, by the first key of their model
 
     def keys(self, names: Sequence[str]) -> list[int]:
         first = len(self._names)
@@ -77,8 +81,29 @@ class HorovodStore:
             if array.size:
                 hvd.broadcast_(array, 0, name=f"start of parameter {key}, {self._names[key]}")
 
-    def pushpull(self, key: int, values: list[nd.NDArray], out: list[nd.NDArray], priority: int) -> None:
-        hvd.allreduce_(values[0], op=hvd.Sum, name=f"gradient {key}, {self._names[key]}", priority=priority)
+    def sum_gradients(self, keys: list[int], gradients: list[list[nd.NDArray]]) -> None:
+        if keys[0] not in self._groups:
+            self._groups[keys[0]] = self._grouped(keys, [own for (own,) in gradients])
+        for members, name in self._groups[keys[0]]:
+            own = [gradients[n][0] for n in members]
+            hvd.grouped_allreduce_(own, op=hvd.Sum, name=name, priority=-members[0])
+
+    def _grouped(self, keys: list[int], arrays: list[nd.NDArray]) -> list[tuple[list[int], str]]:
+        """Neighbours that travel together, those of the last layers first, as backward makes them. One by one they come
+        to Horovod at different moments, and each of these waits for a cycle of its own."""
+        groups: list[list[int]] = []
+        room, dtype = 0, None
+        for n, array in reversed(list(enumerate(arrays))):
+            if not array.size:
+                continue
+            if room <= 0 or array.dtype is not dtype:
+                groups.append([])
+                room, dtype = GROUP, array.dtype
+            groups[-1].insert(0, n)
+            room -= array.size * np.dtype(dtype).itemsize
+        ends = [(keys[each[0]], keys[each[-1]]) for each in groups]
+        names = [f"gradients {a} to {b}, {self._names[a]} to {self._names[b]}" for a, b in ends]
+        return list(zip(groups, names, strict=True))
 
     def sum(self, key: int, array: nd.NDArray, priority: int, exchange: Any) -> None:
         hvd.allreduce_(array, op=hvd.Sum, name=f"average {key}, {self._names[key]}", priority=priority)

@@ -26,8 +26,8 @@ class GradientStore(Protocol):
     def start(self, keys: list[int], arrays: Sequence[nd.NDArray], out: Sequence[Any]) -> None:
         """Give the keys the first rank's arrays, and everybody these values."""
 
-    def pushpull(self, key: int, values: list[nd.NDArray], out: list[nd.NDArray], priority: int) -> None:
-        """The sum over ranks and devices of `values`, into each of `out`."""
+    def sum_gradients(self, keys: list[int], gradients: list[list[nd.NDArray]]) -> None:
+        """Each over ranks and devices, in place on every device. The first are needed first."""
 
     def sum(self, key: int, array: nd.NDArray, priority: int, exchange: ValueExchange) -> None:
         """Over ranks, in place."""

@@ -108,6 +108,10 @@ class Store:
         else:
             self.kv.pushpull(key, values, out=None if out is values else out, priority=priority)
 
+    def sum_gradients(self, keys: list[int], gradients: list[list[mx.nd.NDArray]]) -> None:
+        for n, (key, own) in enumerate(zip(keys, gradients, strict=True)):
+            self.pushpull(key, own, own, -n)
+
     def sum(self, key: int, array: mx.nd.NDArray, priority: int, exchange: Any) -> None:
         """Over all workers, in place. Not through a compressed store: only gradients bear that."""
         if self.kv is not None and not self.compressed:

@@ -125,10 +125,8 @@ class Trained:
 
     def exchange_gradients(self) -> None:
         """Sum them over the ranks, in place; returns before it is done, as all of MXNet."""
-        if self._store.kv is None:
-            return
-        for n, (key, gradients) in enumerate(zip(self.keys, self._by_key, strict=True)):
-            self._store.pushpull(key, gradients, gradients, -n)
+        if self._store.kv is not None:
+            self._store.sum_gradients(self.keys, self._by_key)
 
     def average(self, what: str, size: int) -> None:
         """The mean over ranks, in place."""

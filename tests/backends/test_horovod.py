@@ -225,7 +225,9 @@ def test_timeline_and_fusion(tmp_path):
     assert "MEMCPY_IN_FUSION_BUFFER" in text
 
 
-@pytest.mark.parametrize(("framework", "names"), [("torch", "gradients of model 1"), ("mxnet", "gradient 0, 0.weight")])
+@pytest.mark.parametrize(
+    ("framework", "names"), [("torch", "gradients of model 1"), ("mxnet", "gradients 0 to 3, 0.weight to 2.bias")]
+)
 def test_stall_is_told_with_ranks_and_names(framework, names, tmp_path):
     """Rank 1 is busy elsewhere while rank 0 waits for its gradients."""
     script = (
