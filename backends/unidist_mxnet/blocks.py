@@ -87,10 +87,13 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
 def check_for_workers(optimizer: Any, native: Any, workers: int, devices: int) -> None:
     """That each worker, and device, making the update by itself comes to the same."""
     if isinstance(optimizer, gluon.Trainer) and optimizer._kvstore_params["update_on_kvstore"]:
-        raise UsageError("the Trainer asks for update_on_kvstore: say the option update_on='server' instead")
+        raise UsageError(
+            "the Trainer asks for update_on_kvstore: say the mxnet backend's option update_on='server' instead"
+        )
     if isinstance(native, mx.optimizer.SGLD) and workers * devices > 1:
         raise UnsupportedOperation(
-            "SGLD adds noise, which would be another on every worker and device: update_on='server' does it once"
+            "SGLD adds noise, which would be another on every worker and device: update_on='server' of the "
+            "mxnet backend does it once"
         )
     if isinstance(native, mx.optimizer.Nadam) and devices > 1:
         raise UnsupportedOperation(NADAM)

@@ -112,6 +112,9 @@ def test_mxnet(options, name):
     path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     servers = 2 if ("update_on", "server") in options else 1
     environment = (("PYTHONPATH", path),)
-    configuration = Configuration("mxnet", "mxnet_checks", 2, options, servers=servers, environment=environment)
+    zoo = (
+        "mxnet_async_checks" if {("kvstore", "dist_async"), ("compression", "2bit")} & set(options) else "mxnet_checks"
+    )
+    configuration = Configuration("mxnet", zoo, 2, options, servers=servers, environment=environment)
     error = run(configuration, CASES[options]).get(name)
     assert error is None, error
