@@ -82,6 +82,8 @@ class HorovodStore:
                 hvd.broadcast_(array, 0, name=f"start of parameter {key}, {self._names[key]}")
 
     def sum_gradients(self, keys: list[int], gradients: list[list[nd.NDArray]]) -> None:
+        if not keys:
+            return
         if keys[0] not in self._groups:
             self._groups[keys[0]] = self._grouped(keys, [own for (own,) in gradients])
         for members, name in self._groups[keys[0]]:

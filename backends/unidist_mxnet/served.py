@@ -32,11 +32,12 @@ class UpdatedByServer(Trained):
     def use(self, optimizer: mx.optimizer.Optimizer, description: dict[str, Any]) -> None:
         self._optimizer, self._description = optimizer, description
         self._told = optimizer.lr
+        self._settings = settings(optimizer)
 
     def before_start(self) -> None:
-        self._settled = settings(self._optimizer), self._factors()
+        self._factors_told = self._factors()
         if self.trainable and self._store.rank == 0:
-            said = {**self._description, **self._factors()}
+            said = {**self._description, **self._factors_told}
             self._store.command("optimize", self.keys, optimizer=said)
         if self.staleness is not None:
             self.staleness.start()
@@ -79,7 +80,10 @@ class UpdatedByServer(Trained):
 
     def _check_settled(self) -> None:
         """The servers were told once, and a change here would not reach them."""
-        for now, then in zip((settings(self._optimizer), self._factors()), self._settled, strict=True):
+        for now, then in (
+            (settings(self._optimizer), self._settings),
+            (self._factors(), self._factors_told),
+        ):
             for name, value in now.items():
                 if value != then.get(name):
                     raise StateError(

@@ -175,6 +175,10 @@ def settings_of_servers_that_are_changed_too_late(case):
         change(model, optimizer)
         with refused(StateError, "after prepare()"):
             step(*batch)
+    model, optimizer = case.strategy.prepare(undecided(), mx.optimizer.SGD(learning_rate=0.1))
+    optimizer.wd = 0.5  # the shapes, and so the parameters, come to the servers later than this
+    with refused(StateError, "wd was changed after prepare()"):
+        case.strategy.train_step(model, optimizer, cross_entropy)(*batch)
 
 
 @check
