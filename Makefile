@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Both install what they need, once, outside of this folder.
+# `make demo` and `make test` install what they need, once, outside of this folder. Only `make test-cluster` installs
+# packages of the system, where it may.
 PYTHON ?= python3
 BACKENDS := torch mxnet oneflow horovod
 # What tools keep for their next run goes there too: this folder may be read-only.
@@ -6,17 +7,28 @@ CACHE := $(or $(UNIDIST_HOME),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/unidist)/to
 export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CACHE)/hypothesis
+# The tests start thousands of processes: each would compile unidist anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench soak
+.PHONY: demo test test-pythons test-cluster lint docs bench soak
 
 demo:  ## train the example on two processes
-	$(PYTHON) -m unidist setup torch
+	$(PYTHON) -m unidist setup --yes torch
 	$(PYTHON) -m unidist run --backend torch --nproc 2 examples/train.py
 
-test: lint  ## everything, on every framework
+PYTEST = "$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest -n 2 --dist loadfile -o cache_dir="$(CACHE)/pytest"
+
+test: lint  ## everything that one host can run, on every framework
+	$(PYTHON) -m unidist setup --yes $(BACKENDS) docs
+	$(PYTEST) --ignore=tests/cluster
+
+test-pythons:  ## the core on the other Pythons that it supports, as far as they are on this machine
+	$(PYTHON) tests/on_pythons.py "$(CACHE)/pythons" 3.10 3.12 3.13
+
+test-cluster:  ## what needs several hosts, which are network namespaces of this one
 	tests/cluster/install
-	$(PYTHON) -m unidist setup $(BACKENDS)
-	"$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest -n 2 --dist loadfile -o cache_dir="$(CACHE)/pytest"
+	$(PYTHON) -m unidist setup --yes dev $(BACKENDS)
+	$(PYTEST) tests/cluster
 
 lint:
 	$(PYTHON) -m unidist setup dev
@@ -24,7 +36,14 @@ lint:
 	"$$($(PYTHON) -m unidist setup dev --print-python)" -m ruff format --check .
 	"$$($(PYTHON) -m unidist setup dev --print-python)" -m mypy
 
-bench:  ## the numbers in the README
+SITE ?= $(CACHE)/site
+
+docs:  ## the site, which can be read from the disk
+	$(PYTHON) -m unidist setup docs
+	"$$($(PYTHON) -m unidist setup docs --print-python)" -m mkdocs build --strict --site-dir "$(SITE)"
+	@echo "open $(SITE)/index.html"
+
+bench:  ## the numbers in docs/costs.md
 	$(PYTHON) -m unidist setup torch
 	$(PYTHON) -m unidist bench step --backend torch
 	$(PYTHON) -m unidist bench launch --backend torch

@@ -37,7 +37,7 @@ def main() -> None:
                 strategy.backward(loss)
                 strategy.step(optimizer, clip_norm=1.0)
                 losses.append(loss.detach())
-            strategy.print(f"epoch {epoch}  loss {strategy.mean(losses):.6f}")
+            strategy.print(f"epoch {epoch}  loss {strategy.mean(losses, loader):.6f}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def largest_parts_lose_nothing() -> tuple[float, bool]:
     with unidist.Strategy("torch") as strategy:
         net = torch.nn.Linear(40, 30, bias=False)
         torch.nn.init.zeros_(net.weight)
-        model = strategy.prepare(net, unidist.SGD(1.0))[0]
+        model = torch.nn.parallel.DistributedDataParallel(net)
         waiting = compression.Waiting(0.05)
         model.register_comm_hook(waiting, compression.largest_part)
         sent, all_gradients = torch.zeros(30, 40), torch.zeros(30, 40)
@@ -96,13 +96,107 @@ class _SplitsItself:
         return iter(range(worker, 16, workers))
 
 
-def odd_streams() -> tuple[list[float], list[int]]:
-    """(weights of the batches of texts, elements seen of a stream that splits itself)."""
+def odd_streams() -> tuple[list[int], list[int]]:
+    """(elements in each batch of texts, elements seen of a stream that splits itself)."""
     import unidist
 
     with unidist.Strategy("torch") as strategy:
         seen: list[int] = []
         for batch in strategy.loader(_SplitsItself(), global_batch=8, workers=2):
             seen += [int(n) for part in strategy.all_gather(batch) for n in part]
-        weights = [strategy._trainer._passes[-1].weight for _ in strategy.loader(_Texts(), global_batch=4)]
-        return weights, sorted(seen)
+        texts = strategy.loader(_Texts(), global_batch=4)
+        return [texts.latest.counts[-1][0] for _ in texts], sorted(seen)
+
+
+def twelve_in_a_row() -> int:
+    """How many Strategies were opened, used and closed, one after the other, in the same processes."""
+    import unidist
+
+    done = 0
+    for _ in range(12):
+        with unidist.Strategy("torch", timeout=60) as strategy:
+            done += strategy.all_reduce(1.0, "sum") == strategy.world_size
+    return done
+
+
+def unusual_models() -> dict[str, object]:
+    """What becomes of torch models that a wrapper around the loss could trip over."""
+    import torch
+
+    import unidist
+
+    class Unusual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.Parameter(torch.ones(4))  # a name that the reducer has, too
+            self.register_buffer("center", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.center = 0.9 * self.center + 0.1 * x.detach().mean(0)  # assigned, as DINO does
+            return (x * self.weights).sum(1)
+
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).square().mean()
+
+    with unidist.Strategy("torch") as strategy:
+        model, optimizer = strategy.prepare(Unusual(), unidist.SGD(0.1))
+        step = strategy.train_step(model, optimizer, lambda m, x: m.loss(x))
+        torch.manual_seed(strategy.rank)
+        for _ in range(3):
+            step(torch.randn(4, 4))
+        with strategy.forward():
+            loss = model(x=torch.randn(4, 4)).square().mean()
+        strategy.backward(loss)
+        strategy.step(optimizer)
+        with strategy.evaluate(model):
+            center = model.center.clone()
+        detached = ""
+        try:
+            strategy.train_step(model, optimizer, lambda m, x: m.loss(x).detach())(torch.randn(4, 4))
+        except unidist.UnidistError as error:
+            detached = str(error)
+        apart = {
+            name: float((strategy.all_reduce(each, "max") - strategy.all_reduce(each, "min")).abs().max())
+            for name, each in (("weights", model.weights.detach()), ("center", center))
+        }
+        moved = bool((model.weights != 1).any())
+        return {"apart": apart, "moved": moved, "detached": detached, "hooks": _survives_pickling(model)}
+
+
+def _survives_pickling(model: object) -> bool:
+    import pickle
+
+    hooks = list(model._forward_pre_hooks.values())  # type: ignore[attr-defined]
+    pickle.loads(pickle.dumps(hooks))
+    return bool(hooks)
+
+
+def native_training_after_the_strategy() -> bool:
+    """Whether a torch model of which a layer was frozen can be trained on, unfrozen, when the Strategy is closed."""
+    import torch
+
+    import unidist
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    net[0].requires_grad_(False)
+    with unidist.Strategy() as strategy:
+        model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        strategy.train_step(model, optimizer, lambda m, x: m(x).square().mean())(torch.ones(2, 4))
+    net[0].requires_grad_(True)
+    before = net[0].weight.detach().clone()
+    net(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    return bool((net[0].weight != before).any())
+
+
+def ranks_that_went_apart() -> None:
+    """One of them changes its model after the last step, when nothing else compares them."""
+    import torch
+
+    import unidist
+
+    net = torch.nn.Linear(4, 1)
+    with unidist.Strategy() as strategy:
+        strategy.prepare(net)
+        if strategy.rank == 1:
+            net.weight.data.add_(1)

@@ -121,6 +121,7 @@ def test_what_cannot_come_back_is_refused_before_the_disk_is_touched(tmp_path):
         ({(1, 2): 3}, "key"),
         ({1.5: 3}, "key"),
         ({"a": circle}, "hold itself"),
+        ({"a": 10**5000}, r"\['a'\] is a whole number of some 49\d\d digits"),
         ({"a": np.longdouble(1)}, r"\['a'\] is a"),
     ]:
         with pytest.raises(UsageError, match=where):
@@ -308,6 +309,26 @@ def test_foreign_files_are_named_as_such(tmp_path):
         read(tmp_path / "other" / "checkpoint.json")
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    """A pipe of a file's name would block whoever opens it, until someone writes to it."""
+    write(tmp_path, ARRAYS)
+    (file,) = tmp_path.glob("model-*")
+    for each in (file, tmp_path / "checkpoint.json"):
+        each.unlink()
+        os.mkfifo(each)
+        with pytest.raises(CheckpointError, match="no regular file"):
+            read(tmp_path)
+    (tmp_path / "checkpoint.json").unlink()
+    (tmp_path / "checkpoint.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"no regular file|Is a directory"):
+        read(tmp_path)
+    for path in ("a\0b", b"a", None):
+        with pytest.raises(UsageError, match="the path is"):
+            read(path)
+        with pytest.raises(UsageError, match="the path is"):
+            write(path, ARRAYS)
+
+
 def test_another_version_is_named(tmp_path):
     write(tmp_path, ARRAYS)
     file = tmp_path / "checkpoint.json"
@@ -429,13 +450,29 @@ def test_random_generators(tmp_path):
     write(tmp_path, {f"rng/{name}": array for name, array in rng.capture().items()})
     first = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
     state = read(tmp_path).section("rng")
-    rng.restore(state)
+    rng.restorer(state)()
     assert [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()] == first
-    for damage in ({"python": np.zeros(3)}, {"numpy": np.zeros(2)}, {"python": np.full(625, 2**32 - 1, np.uint32)}):
-        before = random.getstate()
+    beyond = state["numpy"].copy()
+    beyond[624] = 625
+    before = rng.capture()
+    for damage in (
+        {"python": np.zeros(3)},
+        {"python": np.full(625, 2**32 - 1, np.uint32)},
+        {"python": state["python"].astype(np.float64)},
+        {"python": np.zeros(625, np.uint32)},
+        {"python_gauss": np.array([1.0, np.nan])},
+        {"python_gauss": np.array([2.0, 0.0])},
+        {"numpy": np.zeros(2)},
+        {"numpy": beyond},
+        {"numpy_gauss": np.array([1, 0])},
+    ):
         with pytest.raises(CheckpointError, match="generator state"):
-            rng.restore(state | damage)
-        assert random.getstate() == before
+            rng.restorer(state | damage)
+        missing = {name: array for name, array in state.items() if name not in damage}
+        with pytest.raises(CheckpointError, match="generator state"):
+            rng.restorer(missing)
+    for name, array in rng.capture().items():
+        np.testing.assert_array_equal(array, before[name])
 
 
 def test_reading_runs_no_code():

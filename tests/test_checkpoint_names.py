@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from unidist.checkpoint import compare, fit, from_gluon, strip_prefix, to_gluon
+from unidist.checkpoint import compare, fit, strip_prefix
 from unidist.errors import CheckpointError
+from unidist_mxnet.names import portable
 
 # As MXNet 1.9.1's `_collect_params_with_prefix` and torch 2.13's `state_dict` list them.
 PAIRS = {
@@ -20,6 +21,9 @@ PAIRS = {
     "4._unfused.0.l_cell.h2h_bias": "4.bias_hh_l0",
     "4._unfused.1.r_cell.i2h_bias": "4.bias_ih_l1_reverse",
     "4._unfused.1.r_cell.h2h_weight": "4.weight_hh_l1_reverse",
+    "4._unfused.0.l_cell.h2r_weight": "4.weight_hr_l0",
+    "4._unfused.1.r_cell.h2r_weight": "4.weight_hr_l1_reverse",
+    "5._unfused.0.h2r_weight": "5.weight_hr_l0",
     "5._unfused.0.i2h_weight": "5.weight_ih_l0",  # GRU
     "5._unfused.1.h2h_bias": "5.bias_hh_l1",
     "_unfused.0.i2h_weight": "weight_ih_l0",
@@ -35,14 +39,13 @@ def specs(**arrays):
     return {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
 
-def test_gluon_names_both_ways():
-    assert from_gluon(PAIRS) == PAIRS
-    assert to_gluon(PAIRS) == {portable: gluon for gluon, portable in PAIRS.items()}
+def test_gluon_names():
+    assert portable(PAIRS) == PAIRS
 
 
 def test_names_that_would_become_one_stay_two():
     names = ["block.weight", "block.gamma", "norm.gamma"]
-    assert from_gluon(names) == {
+    assert portable(names) == {
         "block.weight": "block.weight",
         "block.gamma": "block.gamma",
         "norm.gamma": "norm.weight",
@@ -107,3 +110,34 @@ def test_floats_of_any_width_fit(dtype):
 def test_other_kinds_do_not(dtype):
     with pytest.raises(CheckpointError, match="dtype"):
         compare({"a": ((1,), dtype)}, {"a": np.zeros(1, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [
+        (np.array([300]), "torch.int8"),
+        (np.array([-1]), "uint8"),
+        (np.array([2**64 - 1], np.uint64), "oneflow.int64"),
+        (np.array([1.0, 1e300]), "torch.float32"),
+        (np.array([np.nan, -1e5]), np.float16),
+        (np.array([3.4e38], np.float32), "torch.bfloat16"),
+    ],
+)
+def test_values_that_the_models_dtype_cannot_hold_are_refused(array, dtype):
+    with pytest.raises(CheckpointError, match=r"counts has values from .* cannot hold"):
+        fit({"counts": array}, {"counts": ((len(array),), dtype)})
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [
+        (np.array([127, -128]), "torch.int8"),
+        (np.array([2**63 - 1], np.uint64), np.int64),
+        (np.array([np.inf, np.nan, 3e38]), "torch.float32"),
+        (np.array([np.nan]), np.float16),
+        (np.zeros(0), np.float16),
+        (np.array([True]), "torch.bool"),
+    ],
+)
+def test_values_that_it_can_hold_are_not(array, dtype):
+    assert fit({"counts": array}, {"counts": ((len(array),), dtype)})["counts"] is array

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test_launch_support import PATIENCE, ROOT, Place
+from launch_support import PATIENCE, ROOT, Place
 from unidist._version import __version__
 from unidist.cli import COMMANDS
 
@@ -49,6 +49,19 @@ def test_backends_says_what_is_there_and_what_is_missing(place: Place) -> None:
     assert "no module no_such_framework" in rows["absent"]
     assert "torch" in rows
     assert "it is only a test" in ended.out  # why "roles" has no GPU
+
+
+def test_backends_says_what_options_change(place: Place) -> None:
+    mirrored, consistent = (
+        place.run("backends", "oneflow", "--option", f"view={v}") for v in ("mirrored", "consistent")
+    )
+    assert "use view='consistent'" in mirrored.out
+    assert "use view='consistent'" not in consistent.out
+    assert "use view='mirrored'" in consistent.out
+    assert "torch" not in consistent.out.partition("\n\n")[0]
+    refused = place.run("backends", "--option", "view=mirrored")
+    assert refused.code == 2
+    assert "name the backend" in refused.err
 
 
 def test_the_markdown_table_has_every_backend(place: Place) -> None:

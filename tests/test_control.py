@@ -5,7 +5,6 @@ Run as a script it prints what `agree` costs: `python tests/test_control.py [ran
 
 from __future__ import annotations
 
-import http.client
 import multiprocessing
 import socket
 import statistics
@@ -19,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from unidist import control as module
-from unidist.control import Beat, Control, ControlServer, Heart, agree, connect_from_env
+from unidist.control import MAX_BODY, Beat, Control, ControlServer, Heart, agree, connect_from_env, values
 from unidist.errors import CommunicationError, RanksDisagree, RanksMissing, UsageError, WorldError
 
 
@@ -62,17 +60,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until, "it never happened"
         time.sleep(0.005)
-
-
-def request(server: ControlServer, method: str, path: str, headers: dict[str, str]) -> int:
-    wire = http.client.HTTPConnection(server.host, server.port, timeout=30)
-    wire.putrequest(method, path)
-    for name, value in headers.items():
-        wire.putheader(name, value)
-    wire.endheaders()
-    status = wire.getresponse().status
-    wire.close()
-    return status
 
 
 # -- keys ----------------------------------------------------------------------------------------------------
@@ -121,8 +108,7 @@ def test_wrong_token(server: ControlServer, control: Control) -> None:
     with pytest.raises(CommunicationError, match=r"refused this process's token.*unidist run"):
         stranger.put("a", b"1")
     assert control.get("a") is None
-    for header in ({}, {"Authorization": ""}, {"Authorization": server.token}, {"Authorization": "Bearer \xff"}):
-        assert request(server, "GET", "/key/a", header) == 401
+    stranger.close()
 
 
 def test_every_server_has_its_own_token(server: ControlServer) -> None:
@@ -131,28 +117,77 @@ def test_every_server_has_its_own_token(server: ControlServer) -> None:
         assert len(other.token) == 32
 
 
-def test_bodies_are_bounded(server: ControlServer, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = {"Authorization": f"Bearer {server.token}"}
-    assert request(server, "PUT", "/key/a", token | {"Content-Length": str(module.MAX_BODY + 1)}) == 413
-    assert request(server, "PUT", "/key/a", token | {"Content-Length": "-1"}) == 411
-    assert request(server, "PUT", "/key/a", token) == 411
-    monkeypatch.setattr(module, "MAX_BODY", 3)
-    with pytest.raises(UsageError, match="3 bytes at a time, not 4"):
-        control.put("a", b"1234")
+def test_bodies_are_bounded(control: Control) -> None:
+    with pytest.raises(UsageError, match="bytes at a time"):
+        control.put("a", bytes(MAX_BODY + 1))
+    control.put("a", bytes(MAX_BODY))
+    assert control.get("a") == bytes(MAX_BODY)
 
 
-def test_nonsense_is_answered(server: ControlServer, control: Control) -> None:
-    token = {"Authorization": f"Bearer {server.token}", "Content-Length": "0"}
-    assert request(server, "POST", "/gather/a", token) == 400
-    assert request(server, "GET", "/key/a?wait=x", token) == 400
-    assert request(server, "GET", "/", token) == 404
+def test_stored_bytes_are_bounded(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_STORED", 1 << 20)
+    control.put("a", bytes(1 << 20))
+    with pytest.raises(CommunicationError, match="keeps 1 MB at most"):
+        control.put("b", b"1")
+    control.delete("a")
+    control.put("b", b"1")
+
+
+@pytest.mark.parametrize(
+    ("op", "header"),
+    [
+        ("gather", {}),
+        ("gather", {"key": "a", "rank": 7, "size": 2}),
+        ("gather", {"key": "a", "rank": -2, "size": 2}),
+        ("gather", {"key": "a", "rank": "0", "size": 2}),
+        ("gather", {"key": "a", "rank": 0, "size": 2**40}),
+        ("gather", {"key": "a", "rank": 0, "size": 2, "same": 3}),
+        ("get", {"keys": ["a"], "wait": "x"}),
+        ("get", {"keys": 3}),
+        ("put", {"key": {}}),
+        ("put", {"key": "x" * 5000}),
+        ("add", {"key": "a", "amount": "much"}),
+        ("compare_set", {"key": "a", "expected": 3}),
+        ("beat", {"role": "worker"}),
+        ("beat", {"role": 3, "rank": [], "step": None}),
+        ("fails", {"what": "x"}),
+    ],
+)
+def test_nonsense_is_answered_and_harms_nobody(server: ControlServer, control: Control, op: str, header: Any) -> None:
+    with pytest.raises(CommunicationError, match="refused"):
+        control.ask(op, **header)
     control.put("a", b"still there")
     assert control.get("a") == b"still there"
+    assert server.beats() == {}
+
+
+def test_add_append_compare(control: Control) -> None:
+    assert control.add("n", 3) == 3
+    assert control.add("n", -5) == -2
+    control.append("t", b"ab")
+    control.append("t", b"c")
+    assert control.get_all(["n", "t", "none"]) == [b"-2", b"abc", None]
+    assert control.compare_set("c", b"", b"first") == b"first"
+    assert control.compare_set("c", b"wrong", b"x") == b"first"
+    assert control.compare_set("c", b"first", b"second") == b"second"
+    assert control.compare_set("d", b"expected", b"x") == b"expected"
+    assert control.held(["n", "c"])
+    assert not control.held(["n", "d"])
+    assert control.count("") == 3
+    with pytest.raises(CommunicationError, match="no number"):
+        control.add("t", 1)
+
+
+def test_get_waits_for_all_of_several(control: Control) -> None:
+    got = together(
+        lambda: control.get_all(["p", "q"], wait=60), lambda: control.put("q", b"2"), lambda: control.put("p", b"1")
+    )
+    assert got[0] == [b"1", b"2"]
 
 
 def test_bound_to_one_interface_only() -> None:
     with ControlServer("127.0.0.2") as server, socket.socket() as wire:
-        assert server.url == f"http://127.0.0.2:{server.port}"
+        assert server.url == f"tcp://127.0.0.2:{server.port}"
         with pytest.raises(ConnectionRefusedError):
             wire.connect(("127.0.0.1", server.port))
         control = Control(server.url, server.token)
@@ -170,7 +205,7 @@ def test_gather(server: ControlServer, control: Control) -> None:
     for _ in range(2):  # the same key again: the first use left nothing
         got = together(*(lambda r=r: control.gather("k", r, 3, values[r], 60) for r in range(3)))
         assert got == [values] * 3
-    assert server._http.store._gathers == {}
+    assert server._requests.gatherings._open == {}
 
 
 def test_gather_names_the_missing_to_everyone(control: Control) -> None:
@@ -186,15 +221,36 @@ def test_gather_names_the_missing_to_everyone(control: Control) -> None:
         assert "ranks 0, 3 did" in str(error)
 
 
-def test_gather_refuses_a_rank_twice_and_another_size(server: ControlServer, control: Control) -> None:
+@pytest.mark.parametrize(
+    ("rank", "size", "says"), [(1, 2, "two processes say they are rank 1"), (0, 3, "rank 0 .* said there are 3 ranks")]
+)
+def test_a_rank_twice_and_another_size_are_told_to_everyone(
+    server: ControlServer, control: Control, rank: int, size: int, says: str
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(control.gather, "k", 1, 2, "one", 60)
-        wait_until(lambda: bool(server._http.store._gathers))
-        with pytest.raises(RanksDisagree, match="two processes say they are rank 1"):
-            control.gather("k", 1, 2, None, 60)
-        with pytest.raises(RanksDisagree, match="rank 0 says there are 3 ranks, rank 1 said 2"):
-            control.gather("k", 0, 3, None, 60)
-        assert control.gather("k", 0, 2, "zero", 60) == first.result() == ["zero", "one"]
+        wait_until(lambda: bool(server._requests.gatherings._open))
+        for call in (lambda: control.gather("k", rank, size, None, 60), first.result):
+            with pytest.raises(RanksDisagree, match=says):
+                call()
+
+
+def test_ranks_that_nobody_has_numbered(control: Control) -> None:
+    got = together(*(lambda n=n: control.gather("k", -1, 3, n, 60) for n in range(3)))
+    assert got[0] == got[1] == got[2]
+    assert sorted(got[0]) == [0, 1, 2]
+
+
+def test_who_leaves_a_gathering_is_named(server: ControlServer, control: Control) -> None:
+    other = Control(server.url, server.token)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(one.gather, "k", rank, 3, None, 60) for rank, one in enumerate((control, other))]
+        wait_until(lambda: any(len(each.came) == 2 for each in server._requests.gatherings._open.values()))
+        other.close()
+        with pytest.raises(RanksMissing, match=r"rank 1 on .* left 'k'"):
+            waiting[0].result()
+        with pytest.raises(CommunicationError, match="does not answer"):
+            waiting[1].result()
 
 
 def test_agree(control: Control) -> None:
@@ -233,12 +289,12 @@ def test_close_ends_waits_and_answers_what_is_complete() -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(control.gather, "k", 0, 2, None, 600)
         asking = pool.submit(control.get, "k", 600)
-        store = server._http.store
-        wait_until(lambda: bool(store._gathers) and bool(store._arrived._waiters))  # type: ignore[attr-defined]
+        requests = server._requests
+        wait_until(lambda: bool(requests.gatherings._open) and bool(requests.values._waiting))
         server.close()
-        with pytest.raises(CommunicationError, match="closing"):
-            waiting.result()
-        assert asking.result() is None
+        for each in (waiting, asking):
+            with pytest.raises(CommunicationError, match=r"closing|does not answer"):
+                each.result()
     server.close()  # twice does no harm
     with pytest.raises(CommunicationError, match=r"does not answer.*has ended"):
         control.put("k", b"")
@@ -265,8 +321,8 @@ def test_a_complete_gather_is_answered_though_the_server_closes_at_once() -> Non
 
 def test_a_peer_that_says_nothing_does_not_hold_up_the_end() -> None:
     with ControlServer() as server, socket.create_connection((server.host, server.port)) as silent:
-        wait_until(lambda: len(server._http._connections) == 1)
-        silent.sendall(b"PUT /key/a HTTP/1.1\r\n")
+        wait_until(lambda: len(server._connections) == 1)
+        silent.sendall(b"unid")
 
 
 # -- heartbeats ----------------------------------------------------------------------------------------------
@@ -341,7 +397,7 @@ def test_a_heart_outlives_its_server_in_silence(capfd: pytest.CaptureFixture[str
 def test_a_heart_without_a_server_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with Heart(Control(f"http://127.0.0.1:{unused.getsockname()[1]}", "x"), 0, interval=0.005):
+        with Heart(Control(f"tcp://127.0.0.1:{unused.getsockname()[1]}", "x"), 0, interval=0.005):
             time.sleep(0.05)
     assert capfd.readouterr() == ("", "")
 
@@ -357,7 +413,7 @@ def test_connect_from_env(server: ControlServer) -> None:
     control.close()
     with pytest.raises(WorldError, match="UNIDIST_TOKEN is not set"):
         connect_from_env({"UNIDIST_CONTROL": server.url})
-    with pytest.raises(UsageError, match="http://host:port"):
+    with pytest.raises(UsageError, match="tcp://host:port"):
         connect_from_env({"UNIDIST_CONTROL": "localhost", "UNIDIST_TOKEN": "x"})
 
 

@@ -1,14 +1,19 @@
 """Batch arithmetic, the order of samples, and the loader by itself."""
 
+import dataclasses
 import threading
+from collections import UserDict, defaultdict
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unidist.data import nested
 from unidist.data.batch import Batch
-from unidist.data.loader import Listener, Loader
+from unidist.data.loader import IndexedLoader
 from unidist.data.order import Epoch, permutation
 from unidist.data.source import ArraySource, elements_of
 from unidist.errors import UsageError
@@ -29,6 +34,11 @@ def test_a_global_batch_that_does_not_divide_names_its_neighbours():
 @pytest.mark.parametrize(("scale", "factor"), [(None, 1.0), ("linear", 8.0), ("sqrt", 8.0**0.5)])
 def test_learning_rate_scaling_is_asked_for_by_name(scale, factor):
     assert Batch.of(64, None, devices=4, workers=2, scale=scale).lr_scale == factor
+
+
+def test_workers_that_update_on_their_own_do_not_make_a_larger_batch():
+    assert Batch.of(64, None, devices=4, workers=2, scale="linear", lockstep=False).lr_scale == 4.0
+    assert Batch.of(64, None, devices=4, workers=2, scale="sqrt", lockstep=False).lr_scale == 2.0
 
 
 def test_scaling_a_fixed_global_batch_is_refused():
@@ -148,7 +158,7 @@ def test_a_stream_is_shared_out_completely(size, skip, share, ranks, workers):
 def loader(data, batch=None, prefetch=True, keep_float64=False, **how):
     source = ArraySource(data, prefetch=prefetch, keep_float64=keep_float64, to_device=lambda array: array)
     settings = {"rank": 0, "shuffle": False, "seed": 0, "tail": "keep", **how}
-    return Loader(source, batch or Batch(4), Listener(lambda drawn, batch: None, lambda origin: None), **settings)
+    return IndexedLoader(source, batch or Batch(4), lambda info, batch: None, **settings)
 
 
 def test_batches_are_views_of_one_vectorised_read():
@@ -201,3 +211,61 @@ def test_the_place_is_kept_until_the_next_pass():
     assert [x.tolist() for x in resumed] == [[8, 9]]
     assert (resumed.state()["epoch"], resumed.state()["samples"]) == (1, 0), "a finished pass is the start of the next"
     assert len(list(resumed)) == 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: object
+    note: str = "n"
+
+
+class WithShape(NamedTuple):
+    x: np.ndarray
+    shape: tuple[int, int] = (224, 224)
+
+
+@dataclasses.dataclass
+class RecordWithShape:
+    x: np.ndarray
+    shape: tuple[int, int] = (224, 224)
+
+
+@pytest.mark.parametrize("kind", [WithShape, RecordWithShape])
+def test_a_field_called_shape_makes_no_array(kind):
+    assert [each.tolist() for each in nested.arrays_of(kind(np.arange(3)))] == [[0, 1, 2]]
+
+
+class Named(NamedTuple):
+    a: object
+    b: object
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x, y: {"x": x, "y": y},
+        lambda x, y: UserDict(x=x, y=y),
+        lambda x, y: defaultdict(list, x=x, y=y),
+        lambda x, y: [x, (y, "plain")],
+        lambda x, y: Named(x, {"inner": y}),
+        lambda x, y: (Frozen(x), Frozen(y)),
+    ],
+)
+def test_arrays_are_found_and_changed_in_any_container(kind):
+    value = kind(np.arange(2), np.arange(3))
+    changed = nested.map_leaves(lambda leaf: leaf + 1 if isinstance(leaf, np.ndarray) else leaf, value)
+    assert type(changed) is type(value)
+    assert [each.tolist() for each in nested.arrays_of(changed)] == [[1, 2], [1, 2, 3]]
+    assert [each.tolist() for each in nested.arrays_of(value)] == [[0, 1], [0, 1, 2]], "changed in place"
+
+
+def test_mapping_that_cannot_be_changed_becomes_a_dict():
+    assert nested.map_leaves(str, MappingProxyType({"a": [1, 2]}), lists=tuple) == {"a": ("1", "2")}
+
+
+def test_the_place_does_not_pass_a_batch_that_is_being_handed_out():
+    """A thread may read it while the loop saves."""
+    read, places = loader(np.arange(12)), []
+    read._on_batch = lambda info, batch: places.append(read.state()["samples"])
+    assert [len(each) for each in read] == [4, 4, 4]
+    assert places == [0, 4, 8]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 
 import on_ranks
 import unidist
-from project import ROOT
+from project import ROOT, free_port
 from unidist.launch.environments import interpreter_for
 
 TIMEOUT = 300
@@ -62,12 +61,6 @@ def launcher(way: str, python: str) -> list[str]:
     }[way]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def plain_curve() -> list[float]:
     python, env = environment("torch")
@@ -91,6 +84,17 @@ def test_same_loss_curve_however_it_is_started(way, named, plain_curve):
     output = finish(start([*launcher(way, python), "examples/train.py", "--epochs=3"], env))
     assert named in output
     assert curve(output) == pytest.approx(plain_curve, abs=1e-5)
+
+
+def test_the_quickstart_is_in_the_readme_and_prints_the_same_losses_on_two_processes():
+    script = ROOT / "examples" / "quickstart.py"
+    assert script.read_text().partition('"""\n\n')[2] in (ROOT / "README.md").read_text()
+    python, env = environment("torch")
+    alone = finish(start([python, str(script)], env))
+    together = finish(start([*launcher("unidist run", python), str(script)], env))
+    assert len(curve(alone)) == 5
+    assert curve(alone)[-1] < 1e-3
+    assert curve(together) == pytest.approx(curve(alone), rel=1e-3, abs=1e-6)
 
 
 def test_the_demo_learns():

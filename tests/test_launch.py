@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from test_launch_support import PATIENCE, ROLES, RUN, Place
+from launch_support import PATIENCE, ROLES, RUN, Place
 
 # -- what a process gets -------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def test_each_process_knows_its_place(place: Place) -> None:
         assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), "3")
         assert json.loads(env["UNIDIST_OPTIONS"]) == {"depth": 2}
         assert env["MASTER_PORT"] == shown["worker 0"]["MASTER_PORT"]
-        assert env["UNIDIST_CONTROL"].startswith("http://127.0.0.1:")
+        assert env["UNIDIST_CONTROL"].startswith("tcp://127.0.0.1:")
         assert int(env["OMP_NUM_THREADS"]) >= 1
         assert env["NCCL_DEBUG"] == "INFO"
         assert not {"TORCHELASTIC_RUN_ID", "HOROVOD_RANK", "DMLC_ROLE"} & set(env)
@@ -80,9 +80,12 @@ def test_torchruns_spellings(place: Place) -> None:
 
 
 def test_the_network_options(place: Place) -> None:
-    script = place.script("print([os.environ.get(n) for n in ('NCCL_DEBUG', 'NCCL_IB_DISABLE', 'GLOO_SOCKET_IFNAME')])")
+    script = place.script("print([os.environ.get(n) for n in ('NCCL_DEBUG', 'NCCL_IB_DISABLE', 'PLAIN_INTERFACE')])")
     ended = place.run(*RUN, "--nccl-debug", "INFO", "--nccl-ib-disable", "--interface", "lo", script)
     assert "['INFO', '1', 'lo']" in ended.out
+    unknown = place.run("run", "--backend", "roles", "--interface", "lo", script)
+    assert unknown.code == 2
+    assert "backend 'roles' cannot be told" in unknown.err
     refused = place.run(*RUN, "--interface", "eth77", script)
     assert refused.code == 2
     assert "this machine has" in refused.err

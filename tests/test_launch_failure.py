@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from test_launch_support import PATIENCE, ROLES, RUN, Place
+from launch_support import PATIENCE, ROLES, ROOT, RUN, Place
 
 # -- failure -------------------------------------------------------------------------------------------------------
 
@@ -300,3 +302,58 @@ def test_a_service_that_fails_ends_the_job(place: Place, role: str, name: str) -
     assert ended.code == 128 + signal.SIGABRT
     assert ended.summary[0].startswith(f"unidist: {name} on ")
     assert "SIGABRT" in ended.summary[0]
+
+
+FAREWELL = 'raise RuntimeError("[transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")'
+
+
+def test_the_farewell_of_an_innocent_rank_comes_after_the_cause_and_in_one_line(place: Place) -> None:
+    script = place.script(
+        f"""
+        wait_for(2)
+        if rank == 0:
+            {FAREWELL}
+        time.sleep(0.3)
+        raise ValueError("the true cause")
+        """
+    )
+    ended = place.run(*RUN, "-n", "2", "--log-dir", "logs", script)
+    shown = [line for line in ended.err.splitlines() if line.startswith("[worker ")]
+    assert [line for line in shown if line.startswith("[worker 0]")] == shown[-1:]
+    assert "(failed because another had: RuntimeError: [transport/tcp/pair.cc:534] Connection closed" in shown[-1]
+    assert "[worker 1] ValueError: the true cause" in shown
+    assert "Traceback" in (place.path / "logs" / "worker-0.log").read_text()
+
+
+def test_a_lost_peer_that_is_the_cause_or_was_handled_is_shown_in_full(place: Place) -> None:
+    handled = place.script(f"import traceback\ntry: {FAREWELL}\nexcept RuntimeError: traceback.print_exc()\n")
+    ended = place.run(*RUN, "-n", "1", handled)
+    assert (ended.code, ended.err.count("[worker 0] Traceback")) == (0, 1)
+    ended = place.run(*RUN, "-n", "1", place.script(FAREWELL))
+    assert (ended.code, ended.err.count("[worker 0] Traceback")) == (1, 1)
+
+
+def test_an_error_on_torch_has_one_prefix_and_the_survivor_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import numpy, torch, unidist
+            x = numpy.zeros((400, 8), "float32")
+            with unidist.Strategy() as strategy:
+                model, optimizer = strategy.prepare(torch.nn.Linear(8, 1), unidist.SGD(lr=0.1))
+                step = strategy.train_step(model, optimizer, lambda m, x: m(x).mean())
+                for number, x in enumerate(strategy.loader(x, global_batch=4)):
+                    if (number, strategy.rank) == (7, 1):
+                        raise ValueError("a bad batch")
+                    step(x)
+            """
+        )
+    )
+    command = [sys.executable, "-m", "unidist", "run", "--backend", "torch", "--nproc", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
+    assert "[worker 1] ValueError: a bad batch" in ended.stderr, ended.stderr
+    assert "[rank" not in ended.stderr
+    assert ended.stderr.count("Traceback") == 2, ended.stderr  # as it was printed, and in the summary
+    assert re.search(r"^unidist: worker 1 on \S+ failed first: exit code 1$", ended.stderr, re.MULTILINE)

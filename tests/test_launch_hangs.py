@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from test_launch_support import RUN, Place
+from launch_support import RUN, Place
+from project import free_port
 
 # -- restarts, hangs, ports ----------------------------------------------------------------------------------------
 
@@ -43,9 +44,7 @@ def test_a_fixed_port_lasts_for_all_attempts(place: Place) -> None:
         sys.exit(4 if os.environ["UNIDIST_RESTART"] == "0" else 0)
         """
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     ended = place.run(*RUN, "--master-port", port, "--max-restarts", "1", script)
     assert ended.code == 0, ended.err
     assert place.run(*RUN, "--master-port", port, "--max-restarts", "1", script).code == 0  # nor is there a wait
@@ -62,6 +61,17 @@ def test_a_stop_is_not_a_failure_to_restart_from(place: Place) -> None:
 HEART = """
     from unidist.control import Heart, connect_from_env
     heart = Heart(connect_from_env(), rank, interval=0.1)
+"""
+
+LIFELINE = """
+    from unidist.control import Heart
+    from unidist.control.lifeline import Lifeline
+    from unidist.control.meeting import Meeting
+    from unidist.world import detect
+    peers = Meeting(detect(), {}, 60.0).complete().peers
+    heart = Heart(peers.control, rank, interval=0.1).start()
+    heart.stepped()  # the engine is up
+    lifeline = Lifeline(peers.control, "worker", rank, "here", peers.launched, lambda: heart.place).start()
 """
 
 
@@ -107,20 +117,94 @@ def test_who_has_ended_or_left_is_not_hung(place: Place) -> None:
 
 def test_who_gives_up_and_ends_well_ends_the_job(place: Place) -> None:
     script = place.script(
-        HEART
+        LIFELINE
         + """
-    heart.start()
     if rank == 1:
-        heart.stop("left after an error")  # as a Strategy does that is left by an exception
+        lifeline.gives_up(ValueError("kept to itself"))  # as a Strategy does that is left by an exception
         print("never mind", file=sys.stderr)
         sys.exit(0)
+    heart.at("all_reduce", 0)
     time.sleep(600)
     """
     )
     ended = place.run(*RUN, "-n", "2", script)
     assert ended.code == 1
     assert ended.summary[0].startswith("unidist: worker 1 on ")
-    assert "because of an error" in "\n".join(ended.summary)
+    assert "ValueError: kept to itself" in ended.summary[0]
+
+
+@pytest.mark.parametrize("operation", ["step", "all_reduce"])
+def test_who_breaks_off_what_others_wait_in_ends_the_job(place: Place, operation: str) -> None:
+    """They have begun it before, and begin nothing else."""
+    script = place.script(
+        LIFELINE
+        + f"""
+    import contextlib
+    heart.at({operation!r}, 0)
+    try:
+        with heart.waiting() if {operation!r} != "step" else contextlib.nullcontext():
+            if rank == 1: raise ValueError("kept to itself")
+            time.sleep(600)
+    except ValueError as error:
+        lifeline.gives_up(error)
+    """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 1
+    assert "ValueError: kept to itself" in ended.summary[0]
+
+
+@pytest.mark.parametrize("way", ["raise", "sys.exit(0)"])
+def test_all_may_give_up_each_in_its_time(place: Place, way: str) -> None:
+    script = place.script(
+        LIFELINE
+        + f"""
+    for step in range(20):
+        heart.at("step", step)
+        heart.stepped()
+    time.sleep(8 * rank)
+    error = SystemExit(0) if {way!r} != "raise" else ValueError("of all")
+    lifeline.gives_up(error)
+    if isinstance(error, SystemExit): raise error
+    time.sleep(8 * (2 - rank))  # goes on without a Strategy
+    print("done", rank)
+    """
+    )
+    ended = place.run(*RUN, "-n", "3", script)
+    assert ended.code == 0, ended.err
+    assert ended.out.count("done") == (3 if way == "raise" else 0)
+
+
+@pytest.mark.parametrize("way", ["os._exit(0)", "sys.exit(0)"])
+def test_who_ends_well_in_mid_training_ends_the_job(place: Place, way: str) -> None:
+    script = place.script(
+        LIFELINE
+        + f"""
+    for step in range(20):
+        heart.at("step", step)
+    if rank == 1: {way}
+    for step in range(600):
+        time.sleep(0.1)
+        heart.at("step", step)
+    """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 1
+    assert ended.summary[0].startswith("unidist: worker 1 on ")
+    assert "ended in mid-training without closing its Strategy" in ended.summary[0]
+
+
+def test_who_never_closes_is_forgiven_when_all_have_done_the_same(place: Place) -> None:
+    script = place.script(
+        LIFELINE
+        + """
+    for step in range(20):
+        heart.at("step", step)
+    if rank == 0: time.sleep(4)  # has something to write, alone
+    """
+    )
+    ended = place.run(*RUN, "-n", "2", script)
+    assert ended.code == 0, ended.err
 
 
 def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
@@ -141,7 +225,8 @@ def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
 
 
 def test_a_slow_start_is_no_hang(place: Place) -> None:
-    script = place.script(HEART + "    time.sleep(3 + rank); heart.start(); time.sleep(1.5)")
+    # What comes after the start leaves a busy machine time to end the process, too.
+    script = place.script(HEART + "    time.sleep(3 + rank); heart.start(); time.sleep(0.3)")
     ended = place.run(*RUN, "-n", "2", "--timeout", "2", script)
     assert ended.code == 0, ended.err
 
@@ -158,6 +243,28 @@ def test_paused_ranks_and_who_waits_for_them_are_not_hung(place: Place) -> None:
     """
     )
     assert place.run(*RUN, "-n", "2", "--timeout", "2", script).code == 0
+
+
+def test_a_rank_that_waits_for_others_in_a_long_operation_excuses_nobody(place: Place) -> None:
+    """As `if strategy.is_main: strategy.save(…)` does: rank 0 waits inside save, the others train on and then wait."""
+    script = place.script(
+        HEART
+        + """
+    with heart:
+        if rank == 0:
+            with heart.pause():
+                heart.at("save: all_gather", 3)
+                with heart.waiting(): time.sleep(600)
+        for step in range(5):
+            heart.at("step", step)
+        time.sleep(600)
+    """
+    )
+    ended = place.run(*RUN, "-n", "2", "--timeout", "3", script)
+    assert ended.code == 124
+    text = "\n".join(ended.summary)
+    assert re.search(r"worker 0: step 3, waits in save: all_gather, for \d+ s", text)
+    assert re.search(r"worker 1: step 4, in step, for \d+ s", text)
 
 
 def test_a_taken_port_names_its_holder(place: Place) -> None:

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from test_launch_support import Ended, Place
+from launch_support import Ended, Place
 
 
 def python(place: Place, body: str, *how: str) -> Ended:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 
-from test_launch_support import PATIENCE, RUN, Place
+from launch_support import PATIENCE, RUN, Place
 
 # -- output --------------------------------------------------------------------------------------------------------
 

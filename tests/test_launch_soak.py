@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from test_launch_support import Place
+from launch_support import Place
 from unidist.setup import recipes, store
 
 TIMES = int(os.environ.get("UNIDIST_SOAK", "0"))
@@ -63,7 +63,7 @@ while True:
 @pytest.mark.parametrize("victim", ["worker 0", "worker 1", "server 0", "scheduler 0", "launcher", "supervisor"])
 @pytest.mark.parametrize("time_number", range(TIMES))
 def test_soak(tmp_path: Path, victim: str, time_number: int) -> None:
-    environment = store.find(recipes.SHARED, "mxnet")
+    environment = store.find(recipes.recipe_of("mxnet"), "mxnet")
     assert environment, "run `python -m unidist setup mxnet` first"
     place = Place(tmp_path)
     info = tmp_path / "plugins" / "pslite-1.0.dist-info"

@@ -19,6 +19,7 @@ import pytest
 
 from unidist.errors import UsageError
 from unidist.output import Metrics, Progress, rank_log, stamp
+from unidist.setup import store
 
 
 class Clock:
@@ -433,8 +434,14 @@ def test_inactive_ranks_touch_nothing(tmp_path):
 
 
 def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
+    """The command that adds it is named: pip's, or setup's in an environment that it made."""
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    with pytest.raises(UsageError, match="pip install tensorboard"):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(UsageError, match="-m pip install tensorboard`"):
+        Metrics(tmp_path, ["tensorboard"])
+    (tmp_path / store.MARKER).write_text('{"python": "x", "stages": {"mxnet": {}, "horovod": {}}}')
+    monkeypatch.setenv("UNIDIST_BACKEND", "horovod")
+    with pytest.raises(UsageError, match="`unidist setup horovod --with tensorboard`"):
         Metrics(tmp_path, ["tensorboard"])
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+import unidist
 from project import ROOT
 from unidist import registry
 from unidist.backend import Plugin
 from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError, WorldError
 from unidist.world import World
+from unidist.world.launcher import Launcher
 
 
 @pytest.fixture
@@ -68,6 +70,14 @@ def test_entry_point_to_something_else_is_refused(third_party):
         registry.plugin("fourth")
 
 
+def test_broken_declarations_do_no_harm_to_the_others(third_party):
+    third_party(fourth="fourth:not_a_plugin", fifth="fourth:plugin", sixth="no_such_module:plugin")
+    assert {"torch", "mxnet"} <= {plugin.name for plugin in registry.loadable()}
+    for broken in ("fourth", "fifth", "sixth"):
+        with pytest.raises(UnidistError):
+            registry.plugin(broken)
+
+
 def test_missing_framework_gives_the_command_and_the_cause(third_party):
     third_party(fourth="fourth:plugin")
     with pytest.raises(BackendUnavailable, match="unidist setup fourth") as caught:
@@ -85,16 +95,39 @@ def test_options_are_checked_by_name_and_value():
         registry.build_options(torch, {"transport": "pigeon"})
 
 
+def test_a_word_of_an_engine_that_is_no_backend_is_put_into_its_place():
+    for word in ("gloo", "nccl", "mpi"):
+        with pytest.raises(UnknownBackend, match=rf"Strategy\('torch', transport='{word}'\).*transport={word}`"):
+            unidist.Strategy(word)
+    with pytest.raises(UnknownBackend, match=r"Strategy\('mxnet', kvstore='dist_async'\)"):
+        registry.plugin("dist_async")
+
+
+def test_such_a_word_may_belong_to_a_backend_of_a_third_party(third_party, tmp_path):
+    (tmp_path / "fifth.py").write_text(
+        "from dataclasses import dataclass\nfrom typing import Literal\nfrom unidist import Plugin\n"
+        "@dataclass(frozen=True)\nclass Options:\n    wire: Literal['copper', 'glass'] = 'copper'\n"
+        "plugin = Plugin('fifth', '', Options, ())\n"
+    )
+    third_party(fifth="fifth:plugin")
+    with pytest.raises(UnknownBackend, match=r"Strategy\('fifth', wire='glass'\)"):
+        registry.plugin("glass")
+
+
 @dataclass(frozen=True)
 class NoOptions:
     pass
 
 
+def launcher(marker):
+    return Launcher("theirs", marker, lambda env: 1, (), "", lambda env: None, marker)
+
+
 def choose(monkeypatch, name, env, installed):
     plugins = {
         "torch": Plugin("torch", "", NoOptions, ("t",)),
-        "horovod": Plugin("horovod", "", NoOptions, ("h",), implied_by="HOROVOD_RANK"),
-        "mxnet": Plugin("mxnet", "", NoOptions, ("m",), implied_by="DMLC_ROLE"),
+        "horovod": Plugin("horovod", "", NoOptions, ("h",), launcher=launcher("HOROVOD_RANK")),
+        "mxnet": Plugin("mxnet", "", NoOptions, ("m",), launcher=launcher("DMLC_ROLE")),
     }
     monkeypatch.setattr(registry, "names", lambda: sorted(plugins))
     monkeypatch.setattr(registry, "plugin", plugins.__getitem__)
@@ -128,11 +161,11 @@ def test_roles_other_than_worker_serve_and_never_train(third_party, monkeypatch,
     )
     world = World(0, 2, role="server", reason="DMLC_ROLE is server")
     with pytest.raises(SystemExit) as ended:
-        registry.serve(Plugin("mine", "", NoOptions, (), serve="pantry:serve"), world, "options")
+        registry.serve(Plugin("mine", "", NoOptions, (), serve="pantry:serve"), world, "options", 1.0)
     assert ended.value.code == 0
     assert sys.modules["pantry"].served == [("server", "options")]
     with pytest.raises(WorldError, match="only workers"):
-        registry.serve(Plugin("mine", "", NoOptions, ()), world, None)
+        registry.serve(Plugin("mine", "", NoOptions, ()), world, None, 1.0)
 
 
 def test_a_broken_plugin_is_told_and_takes_nothing_along(tmp_path):

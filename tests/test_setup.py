@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from test_launch_support import PATIENCE, ROOT, alive
+from launch_support import PATIENCE, ROOT, alive
+from small_wheels import wheel
+from unidist import registry
+from unidist.backend import Plugin
+from unidist.cli import setup
 from unidist.errors import LaunchError, SetupError
 from unidist.launch import environments
 from unidist.setup import build, pythons, recipes, store
@@ -120,7 +124,7 @@ def test_what_no_recipe_knows_is_removed_when_asked(lab: Lab, monkeypatch: pytes
     old = build.ensure(lab.recipe(Stage("one", (), lab.probe("one"))), ["one"])
     recipe = lab.recipe(Stage("two", (), lab.probe("two")))
     current = build.ensure(recipe, ["two"])
-    monkeypatch.setattr(store, "RECIPES", (recipe,))
+    monkeypatch.setattr(recipes, "recipes", lambda: [recipe])
     overlay, stale = environments.overlay(), store.home() / "overlays" / "stale"
     stale.mkdir()
     (stale / "unidist").symlink_to(lab.path / "a checkout that is gone")
@@ -232,6 +236,33 @@ def test_two_at_once_build_once(lab: Lab) -> None:
     assert lab.runs("one") == 1
 
 
+@pytest.mark.parametrize(
+    ("offered", "gpus", "installed", "told"),
+    [(("1.0", "1.0+cpu"), 0, "1.0+cpu", False), (("1.0",), 0, "1.0", True), (("1.0",), 1, "1.0", False)],
+    ids=["no GPU", "no such build", "a GPU"],
+)
+def test_the_build_without_cuda_where_nobody_needs_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    offered: tuple[str, ...],
+    gpus: int,
+    installed: str,
+    told: bool,
+) -> None:
+    for version in offered:
+        wheel(tmp_path, "tiny", version)
+    monkeypatch.setenv("UNIDIST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(build, "gpus", lambda: gpus)
+    lab = Lab(tmp_path)
+    probe = lab.probe("one", f"import tiny; assert tiny.version == {installed!r}, tiny.version")
+    stage = Stage("one", ("tiny==1.0",), probe, without_gpu=("tiny==1.0+cpu",), otherwise="it is large")
+    build.ensure(lab.recipe(stage), ["one"])
+    assert ("it is large" in capsys.readouterr().err) == told
+
+
 # -- interpreters --------------------------------------------------------------------------------------------------
 
 
@@ -266,11 +297,61 @@ def test_path_comes_before_pyenv_and_the_preferred_version_before_both(nowhere: 
     assert pythons.find(("3.98", "3.99"))[1] == "3.98.1"
 
 
-def test_the_running_one_is_taken_when_it_fits(nowhere: Path) -> None:
+def test_the_running_one_is_taken_when_it_fits_and_none_is_preferred(nowhere: Path) -> None:
     fake_python(nowhere / f"bin/python{PYTHON}", f"{PYTHON}.0")
     found, version = pythons.find(("3.99", PYTHON))
     assert os.path.samefile(found, sys.executable)
     assert version == ".".join(map(str, sys.version_info[:3]))
+    preferred = fake_python(nowhere / "bin/python3.99", "3.99.1")
+    assert pythons.find(("3.99", PYTHON)) == (preferred, "3.99.1")
+
+
+def test_a_missing_interpreter_is_told_before_anything_is_built(nowhere: Path, lab: Lab) -> None:
+    later = Recipe("later", ("3.99",), (Stage("two", (), lab.probe("two")),))
+    asked = [(lab.recipe(Stage("one", (), lab.probe("one"))), ["one"]), (later, ["two"])]
+    with pytest.raises(SetupError, match=r"two: Python 3\.99 is needed.*nothing was built; `unidist setup one` can be"):
+        setup.refuse_what_has_no_python(asked, None)
+
+
+def fake_uv(folder: Path, python: str) -> Path:
+    """What `uv python install 3.99` does, with a mirror that needs no network. It writes down how it was called."""
+    fake_python(folder / "mirror/python3.99", python)
+    target = folder / ".local/share/uv/python/cpython-3.99/bin"
+    uv = folder / "bin/uv"
+    uv.parent.mkdir(exist_ok=True)
+    uv.write_text(
+        f'#!/bin/sh\necho "$@" >> "{folder}/calls"\nmkdir -p {target}\ncp {folder}/mirror/python3.99 {target}\n'
+    )
+    uv.chmod(0o755)
+    return folder / "calls"
+
+
+def test_a_missing_python_is_fetched_by_uv_only_when_asked(
+    nowhere: Path, lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_uv(nowhere, "3.99.2")
+    asked = [(Recipe("later", ("3.99",), (Stage("two", (), lab.probe("two")),)), ["two"])]
+    with pytest.raises(SetupError, match=r"add --yes: `uv python install 3\.99`.*nothing was built"):
+        setup.refuse_what_has_no_python(asked, None)
+    assert not calls.exists()
+    setup.refuse_what_has_no_python(asked, None, may_fetch=True)
+    assert calls.read_text() == "python install 3.99\n"
+    assert "Python 3.99 is missing and is fetched now: uv python install 3.99" in capfd.readouterr().err
+    assert pythons.find(("3.99",))[1] == "3.99.2"
+    setup.refuse_what_has_no_python(asked, None, may_fetch=True)
+    assert calls.read_text() == "python install 3.99\n"  # not again
+
+
+def test_a_fetch_that_fails_and_a_machine_without_uv(nowhere: Path, lab: Lab) -> None:
+    asked = [(Recipe("later", ("3.99",), (Stage("two", (), lab.probe("two")),)), ["two"])]
+    with pytest.raises(SetupError, match=r"Install one \(`pyenv install 3\.99`.*nothing was built"):
+        setup.refuse_what_has_no_python(asked, None, may_fetch=True)
+    uv = nowhere / "bin/uv"
+    uv.parent.mkdir(exist_ok=True)
+    uv.write_text("#!/bin/sh\nexit 3\n")
+    uv.chmod(0o755)
+    with pytest.raises(SetupError, match=r"`uv python install 3\.99` failed \(exit code 3\)"):
+        setup.refuse_what_has_no_python(asked, None, may_fetch=True)
 
 
 def test_none_found_says_what_to_install(nowhere: Path) -> None:
@@ -282,6 +363,10 @@ def test_a_named_one_is_checked(nowhere: Path) -> None:
     wrong = fake_python(nowhere / "some/python", "3.7.1")
     with pytest.raises(SetupError, match=r"is Python 3\.7\.1; this needs 3\.99"):
         pythons.find(("3.99",), wrong)
+    real = fake_python(nowhere / ".pyenv/versions/3.98.4/bin/python3.98", "3.98.4")
+    assert pythons.find(("3.99", "3.98"), "3.98") == (real, "3.98.4")
+    with pytest.raises(SetupError, match=r"--python 3\.97: this needs 3\.99"):
+        pythons.find(("3.99",), "3.97")
     with pytest.raises(SetupError, match="does not run"):
         pythons.find(("3.99",), str(nowhere / "nothing"))
 
@@ -292,25 +377,53 @@ def test_a_named_one_is_checked(nowhere: Path) -> None:
 def test_recipes_are_consistent() -> None:
     names = recipes.names()
     assert len(names) == len(set(names))
-    for recipe in recipes.RECIPES:
+    for recipe in recipes.recipes():
         for stage in recipe.stages:
-            assert (recipes.PROBES / stage.probe).is_file()
+            assert Path(stage.probe).is_file()
             earlier = [each.name for each in recipe.stages[: recipe.stages.index(stage)]]
             assert set(stage.after) <= set(earlier)
 
 
+def test_plug_ins_that_name_the_same_recipe_share_an_environment(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first by name, what a stage stands on is built before it."""
+
+    def plugin(name: str, *, after: tuple[str, ...] = (), every: tuple[str, ...] = ()) -> Plugin:
+        stage = Stage(name, (), lab.probe(name), after=after)
+        return Plugin(name, "", object, (), recipe=Recipe("both", ("3.11",), (stage,), every))
+
+    plugins = [plugin("above", after=("below",)), plugin("below")]
+    monkeypatch.setattr(registry, "loadable", lambda: plugins)
+    both = recipes.recipe_of("above")
+    assert both is not None
+    assert both == recipes.recipe_of("below")
+    assert [stage.name for stage in both.stages] == ["below", "above"]
+    plugins.append(plugin("other", every=("something",)))
+    assert recipes.recipe_of("above") == both, "one that does not fit does no harm to the others"
+    assert recipes.recipe_of("other") is None
+    with pytest.raises(SetupError, match=r"another plug-in \(below, above\) .* Give one of their recipes another name"):
+        recipes.check("other")
+    plugins[2:] = [plugin("round", after=("round",))]
+    with pytest.raises(SetupError, match="come after each other"):
+        recipes.check("round")
+    del plugins[1:]
+    alone = recipes.recipe_of("above")
+    assert alone is not None
+    with pytest.raises(SetupError, match="needs below, which none of the backends"):
+        build.ensure(alone, ["above"])
+
+
 def test_the_command_lists_and_helps(lab: Lab) -> None:
-    def setup(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "unidist", "setup", *arguments]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
-    listed = setup("--list")
+    listed = call("--list")
     assert listed.returncode == 0
     assert [line.split()[0] for line in listed.stdout.splitlines()] == recipes.names()
     assert "torch==" in listed.stdout
-    assert "Did you mean 'torch'?" in setup("troch").stderr
-    assert "name what to set up" in setup().stderr
+    assert "Did you mean 'torch'?" in call("troch").stderr
+    assert "name what to set up" in call().stderr
     with contextlib.suppress(FileNotFoundError):
         assert os.listdir(store.home()) == []  # asking builds nothing
 
@@ -339,8 +452,8 @@ def test_another_environment_imports_this_unidist_and_its_backends(lab: Lab, mon
 
 def test_a_backend_runs_where_it_was_set_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = lab.recipe(Stage("torch", (), lab.probe("one")))
-    monkeypatch.setattr(recipes, "RECIPES", (recipe,))
-    monkeypatch.setattr(environments, "lacking", lambda plugin: ["torch"])
+    monkeypatch.setattr(recipes, "recipes", lambda: [recipe])
+    monkeypatch.setattr(registry, "missing", lambda plugin: ["torch"])
     with pytest.raises(LaunchError, match="unidist setup torch` once"):
         environments.interpreter_for("torch")
     environment = build.ensure(recipe, ["torch"])
@@ -351,5 +464,5 @@ def test_a_backend_runs_where_it_was_set_up(lab: Lab, monkeypatch: pytest.Monkey
     (package / "__init__.py").touch()
     assert environments.interpreter_for("torch")[0] == str(environment.python)
     monkeypatch.undo()
-    monkeypatch.setattr(environments, "lacking", lambda plugin: [])
+    monkeypatch.setattr(registry, "missing", lambda plugin: [])
     assert environments.interpreter_for("torch")[0] == sys.executable

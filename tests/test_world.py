@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unidist.errors import RanksDisagree, RanksMissing, StaleRendezvous, WorldError
-from unidist.rendezvous import outward_address
+from unidist.errors import WorldError
 from unidist.world import World, detect, expand_hostlist, tasks_per_node
 
 Env = dict[str, str]
@@ -308,7 +301,7 @@ REFUSED: dict[str, tuple[Env, list[str]]] = {
     "slurm, node": (SLURM | {"SLURM_NODEID": "3"}, ["SLURM_NODEID is 3", "SLURM_STEP_NODELIST is 3"]),
     "a pod that should run several": (
         PYTORCHJOB | {"PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "6"},
-        ["PET_NPROC_PER_NODE is 2", "torchrun or `unidist run`"],
+        ["PET_NPROC_PER_NODE is 2", "with torchrun inside the pod"],
     ),
     "an elastic pod": (TRAINJOB | {"PET_NNODES": "1:4"}, ["PET_NNODES is 1:4", "torchrun"]),
     "a pod at odds with itself": (PYTORCHJOB | {"WORLD_SIZE": "6"}, ["WORLD_SIZE is 6", "PET_NNODES is 3"]),
@@ -391,6 +384,23 @@ def test_arguments_complete_an_environment() -> None:
     assert detect({}, rank=0, world_size=1).world_size == 1
 
 
+def test_minus_one_means_from_the_environment() -> None:
+    """As torch's scripts pass it: `--rank -1 --world-size -1`, with or without init."""
+    for env in (SLURM, PLAIN, TORCHRUN, OPENMPI, {}):
+        assert detect(env, rank=-1, world_size=-1) == detect(env)
+        assert detect(env, init="env://", rank=-1, world_size=-1) == detect(env)
+    assert detect(PLAIN, rank=-1, world_size=9).rank == detect(PLAIN).rank
+    assert detect(PLAIN, rank=0, world_size=-1).world_size == detect(PLAIN).world_size
+    world = detect(SLURM, init="tcp://h1:1234", rank=-1, world_size=-1)
+    assert (world.rank, world.world_size, world.place) == (detect(SLURM).rank, 6, detect(SLURM).place)
+    assert (world.master_addr, world.master_port) == ("h1", 1234)
+    assert "rank and world_size from slurm" in world.reason
+    meeting = {"MASTER_ADDR": "h0", "MASTER_PORT": "1234"}
+    for env, arguments in (({"RANK": "1"}, (-1, 3)), ({"WORLD_SIZE": "3"}, (1, -1))):
+        world = detect(env | meeting, rank=arguments[0], world_size=arguments[1])
+        assert (world.rank, world.world_size, world.master_addr) == (1, 3, "h0")
+
+
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
@@ -398,7 +408,10 @@ def test_arguments_complete_an_environment() -> None:
         ({"init": "tcp://h0:1", "rank": 0}, ["not world_size"]),
         ({"init": "file:///x", "world_size": 2}, ["not rank"]),
         ({"init": "tcp://h0:1", "rank": 2, "world_size": 2}, ["rank is 2", "world_size is 2"]),
-        ({"init": "tcp://h0:1", "rank": -1, "world_size": 2}, ["rank is -1"]),
+        ({"init": "tcp://h0:1", "rank": -2, "world_size": 2}, ["rank is -2"]),
+        ({"init": "tcp://h0:1", "rank": -1, "world_size": -1}, ["not rank and world_size"]),
+        ({"init": "tcp://h0:1", "rank": -1, "world_size": 2}, ["not rank,"]),
+        ({"rank": 0, "world_size": -1}, ["rank=0 was given", "not world_size"]),
         ({"init": "tcp://h0:1", "rank": "0", "world_size": 2}, ["rank='0'", "whole numbers"]),
         ({"init": "tcp://h0", "rank": 0, "world_size": 2}, ["tcp://h0", "tcp://host:port"]),
         ({"init": "tcp://h0:x", "rank": 0, "world_size": 2}, ["tcp://host:port"]),
@@ -415,136 +428,3 @@ def test_arguments_refused(arguments: dict[str, Any], texts: list[str]) -> None:
         detect({}, **arguments)
     for text in texts:
         assert text in str(caught.value)
-
-
-# -- the file rendezvous -------------------------------------------------------------------------------------
-
-RANK = """
-import dataclasses, json, sys
-from unidist.errors import UnidistError
-from unidist.world import detect
-init, rank, size, timeout = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-try:
-    print(json.dumps(dataclasses.asdict(detect({}, init=init, rank=rank, world_size=size, timeout=timeout))))
-except UnidistError as error:
-    print(json.dumps({"error": type(error).__name__, "text": str(error)}))
-"""
-
-
-def start(path: Path, rank: int, size: int, timeout: float = 60) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RANK, f"file://{path}", str(rank), str(size), str(timeout)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate()
-    answer: dict[str, Any] = json.loads(out)
-    return answer
-
-
-def note(**change: Any) -> dict[str, Any]:
-    address = outward_address()
-    host = f"{socket.gethostname()} ({address})"
-    return {"addr": address, "port": 1, "host": host, "pid": os.getpid(), "time": time.time(), "job": "x"} | change
-
-
-def ended_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_ranks_meet_at_a_file_and_leave_nothing(tmp_path: Path) -> None:
-    processes = [start(tmp_path / "meet", rank, 3) for rank in (2, 1, 0)]
-    worlds = sorted((result(process) for process in processes), key=lambda world: world["rank"])
-    assert [world["local_rank"] for world in worlds] == [0, 1, 2]
-    assert {world["local_world_size"] for world in worlds} == {3}
-    assert {world["num_nodes"] for world in worlds} == {1}
-    assert {world["master_addr"] for world in worlds} == {"127.0.0.1"}
-    assert len({world["master_port"] for world in worlds}) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_rank_alone_at_a_file(tmp_path: Path) -> None:
-    assert detect({}, init=f"file://{tmp_path}/meet", rank=0, world_size=1).num_nodes == 1
-
-
-def test_missing_ranks_are_named_and_the_file_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(RanksMissing, match=r"ranks 1, 2 did not come to 'the meeting at .*meet'"):
-        detect({}, init=f"file://{tmp_path}/meet", rank=0, world_size=3, timeout=0.2)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_rank_0_missing(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"rank 1 waited 0\.1 s for .*meet, which rank 0 writes"):
-        detect({}, init=f"file://{tmp_path}/meet", rank=1, world_size=2, timeout=0.1)
-
-
-def test_two_processes_of_one_rank(tmp_path: Path) -> None:
-    first, twins = start(tmp_path / "meet", 0, 3), [start(tmp_path / "meet", 1, 3) for _ in range(2)]
-    while all(twin.poll() is None for twin in twins):
-        time.sleep(0.01)
-    last = start(tmp_path / "meet", 2, 3)  # only now, so that the others are still waiting
-    refused, accepted = sorted(map(result, twins), key=lambda answer: "rank" in answer)
-    assert refused["error"] == RanksDisagree.__name__
-    assert "two processes say they are rank 1" in refused["text"]
-    assert [result(first)["rank"], accepted["rank"], result(last)["rank"]] == [0, 1, 2]
-
-
-def test_rank_0_refuses_a_file_left_behind(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    path.write_text(json.dumps(note(pid=ended_pid(), time=0)))
-    with pytest.raises(StaleRendezvous) as caught:
-        detect({}, init=f"file://{path}", rank=0, world_size=2)
-    for text in (str(path), socket.gethostname(), "19", "has ended", "delete the file", "another name"):
-        assert text in str(caught.value)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_rank_0_refuses_a_file_in_use(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    path.write_text(json.dumps(note()))
-    with pytest.raises(StaleRendezvous, match=f"process {os.getpid()} on .* is still running"):
-        detect({}, init=f"file://{path}", rank=0, world_size=2)
-
-
-@pytest.mark.parametrize("alive", [True, False])
-def test_another_rank_refuses_a_file_left_behind(tmp_path: Path, alive: bool) -> None:
-    # `alive`: the number of the dead writer has gone to another process; but nobody answers at its port.
-    path = tmp_path / "meet"
-    with socket.socket() as unused:
-        unused.bind((outward_address(), 0))
-        pid = os.getpid() if alive else ended_pid()
-        path.write_text(json.dumps(note(pid=pid, port=unused.getsockname()[1])))
-        with pytest.raises(StaleRendezvous, match="does not answer" if alive else "has ended"):
-            detect({}, init=f"file://{path}", rank=1, world_size=2)
-
-
-def test_a_file_of_something_else(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    path.write_text("precious")
-    for rank in (0, 1):
-        with pytest.raises(StaleRendezvous, match="not a rendezvous of unidist's"):
-            detect({}, init=f"file://{path}", rank=rank, world_size=2)
-    assert path.read_text() == "precious"
-
-
-def test_rank_0_of_another_host_without_an_address(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    path.write_text(json.dumps(note(host="elsewhere (127.0.0.1)", addr="127.0.0.1")))
-    with pytest.raises(WorldError, match=r"elsewhere .* knows no address"):
-        detect({}, init=f"file://{path}", rank=1, world_size=2)
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"cannot write .*nowhere/meet"):
-        detect({}, init=f"file://{tmp_path}/nowhere/meet", rank=0, world_size=2)
-
-
-def test_the_file_is_private(tmp_path: Path) -> None:
-    process = start(tmp_path / "meet", 0, 2)
-    while not (tmp_path / "meet").exists():
-        time.sleep(0.01)
-    assert (tmp_path / "meet").stat().st_mode & 0o077 == 0
-    assert detect({}, init=f"file://{tmp_path}/meet", rank=1, world_size=2).rank == 1
-    assert result(process)["rank"] == 0

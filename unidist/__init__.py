@@ -3,14 +3,20 @@
 Importing this loads no framework and not numpy; a backend is loaded when a `Strategy` starts.
 """
 
+from typing import TYPE_CHECKING
+
 from unidist._version import __version__
-from unidist.backend import Backend, Capabilities, Features, Plugin, Update
+from unidist.backend import Backend, Capabilities, Features, MicroBatch, Plugin, Update
 from unidist.compression import PowerSGD, TopK
 from unidist.errors import UnidistError
-from unidist.launch.inline import launch
 from unidist.optim import SGD, Adam, AdamW, OptimizerSpec
 from unidist.strategy import Strategy
 from unidist.world import World
+
+if TYPE_CHECKING:
+    from unidist.launch.inline import launch
+else:
+    from unidist import launch  # a package that can be called
 
 __all__ = [
     "SGD",
@@ -19,6 +25,7 @@ __all__ = [
     "Backend",
     "Capabilities",
     "Features",
+    "MicroBatch",
     "OptimizerSpec",
     "Plugin",
     "PowerSGD",

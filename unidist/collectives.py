@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +20,16 @@ NUMBERS = (bool, int, float)
 
 
 class Collectives:
-    """What went in comes out in kind, never in place. `before` is told what is about to happen, leaf by leaf."""
+    """What went in comes out in kind, never in place. `within` is told what is about to happen, leaf by leaf."""
 
-    def __init__(self, backend: Backend, before: Callable[[str], None] | None) -> None:
-        self._backend, self._before = backend, before
+    def __init__(self, backend: Backend, within: Callable[[str], AbstractContextManager[None]] | None) -> None:
+        self._backend, self._within = backend, within
 
     def all_reduce(self, value: Any, op: str) -> Any:
         """Integers and bools have a float64 mean; the sum of bools is a count."""
         if op not in REDUCTIONS:
             raise UsageError(f"op is {op!r}, it must be one of {', '.join(REDUCTIONS)}")
         tree = Tree(value, self._backend)
-        self._announce(f"all_reduce {op}", tree)
         reduction: Reduction = "sum" if op == "mean" else op  # type: ignore[assignment]
         size = self._backend.world.world_size
 
@@ -47,35 +47,36 @@ class Collectives:
             results = [each / size for each in reduced] if op == "mean" else reduced
             return [_back(each, array, op) for each, array in zip(results, arrays, strict=True)]
 
-        return tree.rebuilt(on_tensor, on_arrays)
+        with self._announced(f"all_reduce {op}", tree):
+            return tree.rebuilt(on_tensor, on_arrays)
 
     def broadcast(self, value: Any, source: int) -> Any:
         tree = Tree(value, self._backend)
-        self._announce(f"broadcast from {source}", tree)
-        return tree.rebuilt(
-            lambda tensor: self._backend.broadcast(tensor, source),
-            lambda arrays: self._bytes(arrays, lambda flat: [self._backend.broadcast(flat, source)])[0],
-        )
+        with self._announced(f"broadcast from {source}", tree):
+            return tree.rebuilt(
+                lambda tensor: self._backend.broadcast(tensor, source),
+                lambda arrays: self._bytes(arrays, lambda flat: [self._backend.broadcast(flat, source)])[0],
+            )
 
     def all_gather(self, value: Any) -> list[Any]:
         """A list with what each rank put in, by rank."""
         tree = Tree(value, self._backend)
-        self._announce("all_gather", tree)
-        tensors = [self._backend.all_gather(tensor) for tensor in tree.tensors]
-        arrays = self._bytes(tree.arrays, self._backend.all_gather)
+        with self._announced("all_gather", tree):
+            tensors = [self._backend.all_gather(tensor) for tensor in tree.tensors]
+            arrays = self._bytes(tree.arrays, self._backend.all_gather)
         return [
             tree.filled([gathered[rank] for gathered in tensors], arrays[rank])
             for rank in range(self._backend.world.world_size)
         ]
 
     def barrier(self) -> None:
-        if self._before:
-            self._before("barrier")
-        self._backend.barrier()
+        with self._announced("barrier"):
+            self._backend.barrier()
 
-    def _announce(self, what: str, tree: Tree) -> None:
-        if self._before:
-            self._before(f"{what} {tree.signature}")
+    def _announced(self, what: str, tree: Tree | None = None) -> AbstractContextManager[None]:
+        if self._within is None:
+            return nullcontext()
+        return self._within(f"{what} {tree.signature}" if tree else what)
 
     def _flat(self, arrays: list[Array], collective: Callable[[Any], list[Any]]) -> list[list[Array]]:
         """One collective for each dtype instead of one for each array; a list of the arrays for each result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from unidist.checks import check_whole, is_number
 from unidist.errors import UsageError
 
 
@@ -15,7 +16,7 @@ class TopK:
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise UsageError(f"TopK: ratio is {self.ratio!r}, it must be above 0 and at most 1")
 
 
@@ -28,10 +29,8 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         for name in ("rank", "start"):
-            value = getattr(self, name)
             least = 1 if name == "rank" else 2  # its first error is only known after one whole gradient
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"PowerSGD: {name} is {value!r}, it must be a whole number from {least}")
+            check_whole(f"PowerSGD: {name}", getattr(self, name), least)
 
 
 Compression = Literal["fp16", "bf16"] | TopK | PowerSGD

@@ -81,3 +81,14 @@ class RanksMissing(CommunicationError):
 
 class PeerFailed(CommunicationError):
     pass
+
+
+def single_row(rank: int, size: int) -> UsageError:
+    """For backends whose batch normalisation breaks at a batch of one row: with an error that does not tell where it
+    comes from, or by running statistics that are no numbers from then on."""
+    synced = " or prepare the model with sync_batchnorm=True, which normalises over all ranks," if size > 1 else ""
+    return UsageError(
+        f"rank {rank} of {size} has a single row to train on, and batch normalisation needs at least two: the last "
+        "global batch of a pass is shared out over the ranks, and this is what was left for this one. Give the loader "
+        f"tail='drop',{synced} or choose a batch size that leaves more."
+    )

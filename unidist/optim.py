@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from unidist.checks import is_number
 from unidist.errors import UsageError
 
 Rate = float | Callable[[int], float]
@@ -31,7 +32,7 @@ class OptimizerSpec:
         return float(rate)
 
     def _number(self, name: str, value: object, low: float, below: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
+        if not is_number(value, low, below):
             raise UsageError(
                 f"{type(self).__name__}: {name} is {value!r}, it must be a number from {low} to below {below}"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import os
 import re
@@ -11,9 +10,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from unidist.backend import Backend, Plugin
+from unidist.checks import did_you_mean
 from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError, WorldError
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def plugin(name: str) -> Plugin:
     if name not in _loaded:
         found = entries()
         if name not in found:
-            near = difflib.get_close_matches(name, found, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, found) or _as_an_option(name)
             raise UnknownBackend(f"no backend is called {name!r}.{hint} Known: {', '.join(sorted(found)) or 'none'}.")
         try:
             loaded = found[name].load()
@@ -53,11 +52,31 @@ def plugin(name: str) -> Plugin:
     return _loaded[name]
 
 
+def _as_an_option(word: str) -> str:
+    """Users of an engine may name what is an option here: advice for each backend that has one with that value."""
+    uses = [
+        f"Strategy({each.name!r}, {option}={word!r}), or `unidist run --backend {each.name} --option {option}={word}`"
+        for each in loadable()
+        for option, words in choices(each).items()
+        if word in words
+    ]
+    return f" It is a value of an option: {'; or '.join(uses)}." if uses else ""
+
+
+def choices(plugin: Plugin) -> dict[str, tuple[Any, ...]]:
+    """The options that take one of a few words, which their type says: `transport: Literal["tcp", "ib"]`."""
+    try:
+        hints = get_type_hints(plugin.options)
+    except NameError:  # a type that its module imports for type checkers only
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
 def loadable() -> list[Plugin]:
     """The declarations of all backends but those that are broken: they say so when they are asked for by name."""
     found = []
     for name in names():
-        with contextlib.suppress(BackendUnavailable):
+        with contextlib.suppress(UnidistError):
             found.append(plugin(name))
     return found
 
@@ -89,15 +108,25 @@ def backend_class(plugin: Plugin) -> type[Backend]:
     return backend
 
 
-def serve(plugin: Plugin, world: World, options: Any) -> NoReturn:
-    """A scheduler or server that runs the user's script: it serves, and ends here. Training code is never reached."""
+def serve(plugin: Plugin, world: World, options: Any, timeout: float) -> NoReturn:
+    """A scheduler or server that runs the user's script: it meets the others, serves, and ends here.
+
+    Training code is never reached.
+    """
     if plugin.serve is None:
         raise WorldError(
             f"this process is a {world.role} ({world.reason}), and backend {plugin.name!r} has only workers: "
             "start it with a backend that has such roles, or unset the variable"
         )
+    from unidist.alike import facts
+    from unidist.control.watch import Watch
+
     module, _, function = plugin.serve.partition(":")
-    getattr(importlib.import_module(module), function)(world, options)
+    company = plugin.company(world, options) if plugin.company is not None else None
+    watch = None if company is None else Watch(world, facts(plugin, options), timeout, company)
+    getattr(importlib.import_module(module), function)(watch.meet() if watch else world, options)
+    if watch is not None:
+        watch.close()
     sys.exit(0)
 
 
@@ -106,8 +135,7 @@ def build_options(plugin: Plugin, given: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields(plugin.options)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise UnknownOption(
                 f"backend {plugin.name!r} has no option {name!r}.{hint} Its options: {', '.join(known)}."
             )
@@ -125,8 +153,8 @@ def choose(name: str | None, env: Mapping[str, str] = os.environ) -> tuple[Plugi
         return plugin(env["UNIDIST_BACKEND"]), "UNIDIST_BACKEND"
     known = loadable()
     for each in known:
-        if each.implied_by and each.implied_by in env:
-            return each, f"{each.implied_by} is set"
+        if each.launcher and each.launcher.marker in env:
+            return each, f"{each.launcher.marker} is set"
     installed = [each for each in known if not missing(each)]
     if len(installed) == 1:
         return installed[0], "the only framework installed"

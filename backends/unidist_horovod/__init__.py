@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from unidist import Capabilities, Plugin
-from unidist.errors import UsageError
+from unidist.plugin import Capabilities, Plugin, UsageError, check_choice, is_number
+from unidist_horovod.launcher import LAUNCHER
+from unidist_horovod.recipe import RECIPE
+from unidist_mxnet import plugin as mxnet
 
 FRAMEWORKS = ("torch", "mxnet")
 STALL_WARNING = "60"  # seconds: Horovod's own
@@ -26,7 +28,8 @@ class HorovodOptions:
     Horovod looks for stalls once in each stall_warning seconds, so it may take twice as long. Built by others than
     `unidist setup horovod`, 0.28.1 finds them over MPI only: over gloo it has no list of the ranks.
 
-    What is not given is as Horovod has it, or as its own variables (HOROVOD_FUSION_THRESHOLD, …) say.
+    What is not given is as Horovod has it, or as its own variables (HOROVOD_FUSION_THRESHOLD, …) say; except that its
+    messages, with its warnings of stalls, are only shown where stalls or HOROVOD_LOG_LEVEL were asked for.
     """
 
     framework: str | None = None
@@ -37,15 +40,13 @@ class HorovodOptions:
     stall_shutdown: float | None = None
 
     def __post_init__(self) -> None:
-        if self.framework not in (None, *FRAMEWORKS):
-            raise UsageError(f"framework is {self.framework!r}, it must be one of {', '.join(FRAMEWORKS)}")
+        if self.framework is not None:
+            check_choice("framework", self.framework, FRAMEWORKS)
         if self.timeline is not None and (not isinstance(self.timeline, str) or not self.timeline):
             raise UsageError(f"timeline is {self.timeline!r}, it must be the path of a file")
         for name in ("fusion_threshold_mb", "cycle_time_ms", "stall_warning", "stall_shutdown"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            if value is not None and not is_number(value, 0):
                 raise UsageError(f"{name} is {value!r}, it must be a number from 0")
         if self.fusion_threshold_mb is not None and self.fusion_threshold_mb > MOST_FUSION:
             raise UsageError(
@@ -94,12 +95,33 @@ def _stall_warning_of_variables() -> int:
     return int(said)
 
 
+ON_TORCH = Capabilities(gpu="written for Horovod with NCCL, not run by the tests: they have no GPU")
+ON_MXNET = replace(
+    mxnet.capabilities,
+    sync_batchnorm=(
+        "neither MXNet nor Horovod has it for Gluon over processes: make the batch of each rank larger, or use "
+        "framework='torch'"
+    ),
+    compression="it is there for torch models only: use framework='torch', or accumulate= to send less often",
+    gpu=ON_TORCH.gpu,
+)
+
+
+def capabilities(options: HorovodOptions, workers: int | None = None) -> Capabilities:
+    return ON_MXNET if options.framework == "mxnet" else ON_TORCH
+
+
 plugin = Plugin(
     name="horovod",
     backend="unidist_horovod.backend:connect",
     options=HorovodOptions,
     requires=("horovod",),
-    capabilities=Capabilities(gpu="written for Horovod with NCCL, not run by the tests: they have no GPU"),
-    implied_by="HOROVOD_RANK",
+    capabilities=ON_TORCH,
+    capabilities_for=capabilities,
+    launcher=LAUNCHER,
     bench="unidist_horovod.bench",
+    bench_launch="unidist_horovod.bench_launch",
+    recipe=RECIPE,
+    interface_variables=("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    echoes=("has been shut down", "Socket closed"),
 )

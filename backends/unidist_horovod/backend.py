@@ -7,8 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from unidist import Backend, World
-from unidist.errors import BackendUnavailable
+from unidist.plugin import Backend, BackendUnavailable, World
 from unidist_horovod import FRAMEWORKS, HorovodOptions
 
 # Without these `import horovod.torch` works all the same, and every call in it fails.
@@ -19,7 +18,7 @@ ENGINES = {"torch": "unidist_horovod.on_torch:TorchOverHorovod", "mxnet": "unidi
 def connect(world: World, options: HorovodOptions, device: str | None, timeout: float) -> Backend:
     module, _, name = ENGINES[choose(options.framework, built_for())].partition(":")
     try:
-        engine = getattr(importlib.import_module(module), name)
+        engine: type[Backend] = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise BackendUnavailable(f"Horovod cannot be used on {sys.executable}: {error}. {REMEDY}") from error
     return engine(world, options, device, timeout)

@@ -1,16 +1,26 @@
 """What `unidist bench step --backend horovod` compares: Horovod as its tutorials write it, and through unidist."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import islice
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import unidist
 
+if TYPE_CHECKING:
+    import mxnet as mx
+    from torch.utils.data import DataLoader
+
+Array = np.ndarray[Any, Any]
 SAMPLES, FEATURES, CLASSES, BATCH = 12800, 784, 10, 64
 
 
-def contestants(strategy):
+def contestants(strategy: unidist.Strategy) -> dict[str, Callable[[int], None]]:
     numbers = np.random.RandomState(0)
     x = numbers.standard_normal((SAMPLES, FEATURES)).astype(np.float32)
     y = numbers.randint(0, CLASSES, SAMPLES)
@@ -18,7 +28,7 @@ def contestants(strategy):
     return loops(strategy, import_module(f"unidist_{strategy.framework}.bench"), x, y)
 
 
-def on_torch(strategy, alone, x, y):
+def on_torch(strategy: unidist.Strategy, alone: ModuleType, x: Array, y: Array) -> dict[str, Callable[[int], None]]:
     import horovod.torch as hvd
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +37,7 @@ def on_torch(strategy, alone, x, y):
     cross_entropy = torch.nn.functional.cross_entropy
     dataset = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-    def data_loader():
+    def data_loader() -> DataLoader[Any]:
         sampler = DistributedSampler(dataset, num_replicas=strategy.world_size, rank=strategy.rank, seed=0)
         return DataLoader(dataset, batch_size=BATCH, sampler=sampler)
 
@@ -37,13 +47,13 @@ def on_torch(strategy, alone, x, y):
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=by_hand.named_parameters())
     batches = alone.endless(data_loader())
 
-    def hand_written(steps):
+    def hand_written(steps: int) -> None:
         for inputs, labels in islice(batches, steps):
             optimizer.zero_grad()
             cross_entropy(by_hand(inputs), labels).backward()
             optimizer.step()
 
-    def through_unidist(loader):
+    def through_unidist(loader: Iterable[Any]) -> Callable[[int], None]:
         model, own = strategy.prepare(alone.mlp(), unidist.SGD(0.01, momentum=0.9))
         step = strategy.train_step(model, own, lambda m, inputs, labels: cross_entropy(m(inputs), labels))
         return _runner(alone.endless(loader), step)
@@ -55,7 +65,7 @@ def on_torch(strategy, alone, x, y):
     }
 
 
-def on_mxnet(strategy, alone, x, y):
+def on_mxnet(strategy: unidist.Strategy, alone: ModuleType, x: Array, y: Array) -> dict[str, Callable[[int], None]]:
     import horovod.mxnet as hvd
     import mxnet as mx
 
@@ -68,7 +78,7 @@ def on_mxnet(strategy, alone, x, y):
     trainer = hvd.DistributedTrainer(by_hand.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9})
     batches = alone.endless_io(ready)
 
-    def hand_written(steps):
+    def hand_written(steps: int) -> None:
         for inputs, labels in islice(batches, steps):
             with mx.autograd.record():
                 loss = alone.softmax_cross_entropy(by_hand(inputs), labels)
@@ -76,7 +86,7 @@ def on_mxnet(strategy, alone, x, y):
             trainer.step(BATCH)
         mx.nd.waitall()
 
-    def mean_loss(model, inputs, labels):
+    def mean_loss(model: mx.gluon.HybridBlock, inputs: mx.nd.NDArray, labels: mx.nd.NDArray) -> mx.nd.NDArray:
         return alone.softmax_cross_entropy(model(inputs), labels).mean()
 
     model, own = strategy.prepare(alone.mlp(), unidist.SGD(0.01, momentum=0.9))
@@ -89,8 +99,10 @@ def on_mxnet(strategy, alone, x, y):
     }
 
 
-def _runner(batches, step, settle=lambda: None):
-    def run(steps):
+def _runner(
+    batches: Iterator[Any], step: Callable[..., Any], settle: Callable[[], None] = lambda: None
+) -> Callable[[int], None]:
+    def run(steps: int) -> None:
         for inputs, labels in islice(batches, steps):
             step(inputs, labels)
         settle()

@@ -9,8 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from unidist import PowerSGD, TopK
-from unidist.errors import UnsupportedOperation
+from unidist.plugin import PowerSGD, TopK, UnsupportedOperation
 
 
 def gradients_of(model: Any, name: str, compression: Any) -> Gradients:
@@ -33,12 +32,19 @@ class Gradients:
         names = [each for each, _ in model.named_parameters()]
         self._parameters = list(model.parameters())  # frozen ones too: they may thaw
         self._name = f"{name}, {names[0]} to {names[-1]}" if names else name
+        self.weight = 0.0  # of the losses whose gradients are there; after `average`, its mean over the ranks
 
-    @torch.no_grad()
+    def take_weight(self) -> float:
+        weight, self.weight = self.weight, 0.0
+        return 1.0 if abs(weight - 1.0) < 1e-12 else weight  # a third and a third and a third
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not there to be checked
     def average(self) -> None:
-        """Replace each gradient by its mean over all ranks."""
+        """Replace each gradient, and the weight, by its mean over all ranks."""
         trained = {number: each for number, each in enumerate(self._parameters) if each.requires_grad}
-        used = torch.tensor([float(each.grad is not None) for each in trained.values()])
+        used = torch.tensor(
+            [*(float(each.grad is not None) for each in trained.values()), self.weight], dtype=torch.float64
+        )
         gradients = {number: _held(each) for number, each in trained.items()}
         if not gradients:
             return
@@ -48,7 +54,8 @@ class Gradients:
             with carried([gradients[number] for number in numbers]) as alike:
                 self._exchange(dict(zip(numbers, alike, strict=True)), f"{self._name}, {dtype}")
         hvd.synchronize(agreeing)
-        for parameter, share in zip(trained.values(), used.tolist(), strict=True):
+        *shares, self.weight = used.tolist()
+        for parameter, share in zip(trained.values(), shares, strict=True):
             if not share and not parameter.grad.any():  # a compression may have kept some of it until now
                 parameter.grad = None  # zeros would let momentum and weight decay move what nobody used
 
@@ -143,7 +150,7 @@ class LowRank(Gradients):
         if gradient.dim() < 2 or not gradient.numel():
             return False
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
-        return self._rank < min(rows, columns) and (rows + columns) * self._rank < rows * columns
+        return bool(self._rank < min(rows, columns) and (rows + columns) * self._rank < rows * columns)
 
     def _factor(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
         if number not in self._factors:

@@ -1,30 +1,34 @@
-"""Horovod's start and end, the same for both frameworks: who is where, and what its native library is told."""
+"""Horovod's start and end, the same for both frameworks: what its native library is told, and what its errors mean."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unidist.errors import CommunicationError, PeerFailed, RanksDisagree, StateError, UsageError
-from unidist.world import World
+from unidist.plugin import (
+    CommunicationError,
+    PeerFailed,
+    Peers,
+    RanksDisagree,
+    StateError,
+    UsageError,
+    World,
+    WorldError,
+    network,
+)
 from unidist_horovod import HorovodOptions
-from unidist_horovod.rendezvous import Rendezvous, is_served, tell_everyone, wait_until_served
+from unidist_horovod.store import Store
 
 LEAST_TIMEOUT = 30  # seconds: Horovod's own
-COURTESY = 1.0  # seconds: whoever failed shall end first, because horovodrun and mpirun name the first as the cause
 SHUT_DOWN = "Horovod has been shut down"  # by another rank, which is about to end
 MOST_BYTES = 2**30  # in one operation: gloo counts them, those of all ranks when they are gathered, in 32 bits
 GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # a build that has MPI too would take that
+ALONE = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": 0, "CROSS_SIZE": 1}
 
 
 class Meeting:
@@ -40,6 +44,7 @@ class Meeting:
         timeout: float,
     ) -> None:
         self._hvd, self._barrier, self._internal_error = hvd, barrier, internal_error
+        self.world = world
         if hvd.is_initialized():
             raise StateError(
                 "Horovod is initialised already: leave hvd.init() to unidist, and close the first Strategy before "
@@ -53,20 +58,26 @@ class Meeting:
         variables = options.variables()
         if "HOROVOD_GLOO_TIMEOUT_SECONDS" not in os.environ:
             variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(LEAST_TIMEOUT, round(timeout)))
+        if world.peers is not None and not _asked_for_messages(options):
+            variables["HOROVOD_LOG_LEVEL"] = "fatal"
         if world.source == "openmpi" and hvd.mpi_built():
-            self.world = world  # the MPI library knows who is there
-            with _environment(variables):
+            with _environment(variables):  # the MPI library knows who is there
                 self._init(timeout)
         elif not hvd.gloo_built():
             raise UsageError(f"this Horovod was built without gloo: start it with mpirun, not from {world.source}")
-        elif world.world_size == 1:
-            self.world = world
-            variables |= GLOO | _place(World(0, 1)) | {"HOROVOD_GLOO_IFACE": "lo"}
+        elif world.peers is None:
+            _require_name("127.0.0.1")
+            variables |= GLOO | _as_variables(ALONE) | {"HOROVOD_GLOO_IFACE": "lo"}
             with _environment(variables, without=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")):
                 self._init(timeout)
         else:
-            self._meet(world, variables, timeout)
-        if (hvd.rank(), hvd.size()) != (self.world.rank, self.world.world_size):
+            _require_name(world.peers.address)
+            variables |= GLOO | _place(world.peers) | {"HOROVOD_GLOO_IFACE": _interface(world.peers)}
+            with Store(world.peers) as store, _environment(variables | store.variables):
+                self._init(timeout)
+                with translated("the start", world.rank, internal_error):
+                    barrier()  # nobody needs the store any more
+        if (hvd.rank(), hvd.size()) != (world.rank, world.world_size):
             raise CommunicationError(
                 f"Horovod counts itself rank {hvd.rank()} of {hvd.size()}, {world.source} says rank {world.rank} of "
                 f"{world.world_size}: start all processes with one launcher"
@@ -74,54 +85,32 @@ class Meeting:
         mpi = hvd.mpi_built() and hvd.mpi_enabled()
         self.transport = f"{'mpi' if mpi else 'gloo'} (Horovod {_version()})"
 
-    def _meet(self, world: World, variables: dict[str, str], timeout: float) -> None:
-        host, port = _address(world)
-        hosting = contextlib.nullcontext()
-        if world.rank == 0 and not is_served(host, port):
-            hosting = _host(world, host, port)
-        with hosting:
-            if world.source == "horovod":  # horovodrun's server, or variables set by hand: they say who is where
-                wait_until_served(host, port, timeout)
-            else:
-                names = tell_everyone(host, port, world.rank, world.world_size, socket.gethostname(), timeout)
-                world = _with_neighbours(world, names)
-                variables |= _cross(world, names)
-            variables |= GLOO | _place(world) | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}
-            variables |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(port), "HOROVOD_HOSTNAME": _hostname()}
-            if "HOROVOD_GLOO_IFACE" not in os.environ:
-                variables["HOROVOD_GLOO_IFACE"] = _interface_to(host)
-            with _environment(variables):
-                self._init(timeout)
-            with translated("the start", world.rank, self._internal_error):
-                self._barrier()  # nobody needs the server any more
-        self.world = replace(world, master_addr=host)
-
     def _init(self, timeout: float) -> None:
         try:
             self._hvd.init()
         except Exception as error:
+            peers = self.world.peers
             raise CommunicationError(
-                f"Horovod could not start within {timeout:g} s; its own lines above say why ({error})"
+                f"rank {self.world.rank} of {self.world.world_size} has met the others, but Horovod could not connect "
+                f"to them from {peers.address if peers else 'here'} within {timeout:g} s: do firewalls let all ports "
+                "through between the hosts? HOROVOD_LOG_LEVEL=warning shows what Horovod says."
             ) from error
 
     def leave(self, failed: bool) -> None:
         if failed:
-            self._break_off(sys.exc_info()[1])
-            return
+            return self._break_off()
         try:
             with translated("the end", self.world.rank, self._internal_error):
                 self._barrier()
-        except PeerFailed as error:
-            self._break_off(error)
+        except PeerFailed:
+            self._break_off()
             raise
         self._hvd.shutdown()
 
-    def _break_off(self, error: BaseException | None) -> None:
+    def _break_off(self) -> None:
         leaving = threading.Thread(target=self._hvd.shutdown, daemon=True)  # it may wait for peers
         leaving.start()
         leaving.join(timeout=2.0)
-        if SHUT_DOWN in str(error):
-            time.sleep(COURTESY)
 
 
 @contextlib.contextmanager
@@ -141,93 +130,67 @@ def translated(what: str, rank: int, internal_error: type[Exception]) -> Iterato
 # -- what Horovod is told ------------------------------------------------------------------------------------------
 
 
-def _address(world: World) -> tuple[str, int]:
-    host, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-    if world.source == "horovod" and host:
-        if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UsageError(f"HOROVOD_GLOO_RENDEZVOUS_PORT is {port!r}, which is not a port")
-        return _resolved("HOROVOD_GLOO_RENDEZVOUS_ADDR", host), int(port)
-    if world.master_addr is None or world.master_port is None:
-        wanted = (
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT"
-            if world.source == "horovod"
-            else "MASTER_ADDR and MASTER_PORT"
-        )
-        raise UsageError(
-            f"{world.source} does not say where the ranks meet: set {wanted}, the same for every process, to rank 0's "
-            "host and a free port there, or start with `unidist run` or horovodrun"
-        )
-    return _resolved("the master's address", world.master_addr), world.master_port
-
-
-def _resolved(name: str, host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise UsageError(
-            f"{name} is {host!r}, which this host, {socket.gethostname()}, cannot resolve ({error.strerror}): say rank "
-            "0's IP address, or a name that every host knows"
-        ) from error
-
-
-def _host(world: World, host: str, port: int) -> Rendezvous:
-    # A host's own name often stands for loopback in its /etc/hosts, where the others would not find it.
-    everywhere = host.startswith("127.") and world.num_nodes != 1
-    try:
-        return Rendezvous("" if everywhere else host, port)
-    except OSError as error:
-        raise CommunicationError(
-            f"rank 0 cannot open the meeting place at {host}:{port} ({error.strerror}): the address must be one of "
-            f"this host's, {socket.gethostname()}, and the port free"
-        ) from error
-
-
-def _with_neighbours(world: World, names: list[str]) -> World:
-    here = [rank for rank, name in enumerate(names) if name == names[world.rank]]
-    nodes = list(dict.fromkeys(names))
-    return replace(
-        world,
-        local_rank=here.index(world.rank),
-        local_world_size=len(here),
-        node_rank=nodes.index(names[world.rank]),
-        num_nodes=len(nodes),
-    )
-
-
-def _cross(world: World, names: list[str]) -> dict[str, str]:
-    """Who else has my local rank: not simply the nodes, which need not hold equally many processes."""
-    nodes = [name for name in dict.fromkeys(names) if names.count(name) > world.local_rank]
-    own = nodes.index(names[world.rank])
-    return {"HOROVOD_CROSS_RANK": str(own), "HOROVOD_CROSS_SIZE": str(len(nodes))}
-
-
-def _place(world: World) -> dict[str, str]:
+def _place(peers: Peers) -> dict[str, str]:
+    """Local ranks by the hosts as they met, and across hosts those that have the same local rank: not simply the nodes,
+    which need not hold equally many processes. Those of one node share an address; names of nodes need not differ."""
+    nodes = list(dict.fromkeys(peers.addresses))
+    here = [rank for rank, address in enumerate(peers.addresses) if address == peers.address]
+    local = here.index(peers.rank)
+    across = [address for address in nodes if peers.addresses.count(address) > local]
     numbers = {
-        "RANK": world.rank,
-        "SIZE": world.world_size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_SIZE": world.local_world_size,
+        "RANK": peers.rank,
+        "SIZE": peers.size,
+        "LOCAL_RANK": local,
+        "LOCAL_SIZE": len(here),
+        "CROSS_RANK": across.index(peers.address),
+        "CROSS_SIZE": len(across),
     }
+    return _as_variables(numbers) | {"HOROVOD_HOSTNAME": f"node-{nodes.index(peers.address)}"}
+
+
+def _as_variables(numbers: Mapping[str, int]) -> dict[str, str]:
     return {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
 
 
-def _hostname() -> str:
-    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+def _interface(peers: Peers) -> str:
+    """Left alone, gloo takes whatever the hostname stands for, and crashes where it stands for nothing."""
+    said, own = os.environ.get("HOROVOD_GLOO_IFACE"), network.addresses()
+    if said and said not in own:
+        raise UsageError(
+            f"HOROVOD_GLOO_IFACE is {said!r}, but {socket.gethostname()} has no such interface with an IPv4 address, "
+            f"only {', '.join(own)}: correct it, or unset it"
+        )
+    if not said and peers.interface is None:
+        raise UsageError(
+            f"rank {peers.rank} on {socket.gethostname()} is known to the others as {peers.address}, which none of its "
+            f"interfaces holds ({', '.join(own)}): name the one that leads to the others in HOROVOD_GLOO_IFACE"
+        )
+    return said or str(peers.interface)
 
 
-def _interface_to(host: str) -> str:
-    """The name of the network interface that leads there. Left alone, gloo takes whatever the hostname stands for."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only asks the kernel
-        own = probe.getsockname()[0]
-        if own.startswith("127."):
-            return "lo"
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    return ""
+def _require_name(address: str) -> None:
+    """Horovod connects its groups of processes by the host's own name, whatever interface it was told to use, and gloo
+    crashes when that name stands for no address."""
+    name = socket.gethostname()
+    try:
+        known = network.resolve(name)
+    except OSError as error:
+        raise WorldError(
+            f"{name!r}, the name of this host, stands for no address ({error.strerror}), and Horovod needs one: add "
+            f"the line `{address} {name}` to /etc/hosts"
+        ) from None
+    if network.is_loopback(known) and not network.is_loopback(address):
+        raise WorldError(
+            f"{name!r}, the name of this host, stands for {known} here, where ranks on other hosts would not find it, "
+            f"and Horovod connects by that name: give it {address} in /etc/hosts"
+        )
+
+
+def _asked_for_messages(options: HorovodOptions) -> bool:
+    """Horovod writes of a lost connection before anybody can know whose it is, and that line would come first. Its
+    warnings of stalls can only be had together with that."""
+    names = ("HOROVOD_LOG_LEVEL", "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    return bool(options.stall_warning or options.stall_shutdown or any(map(os.environ.get, names)))
 
 
 @contextlib.contextmanager

@@ -5,71 +5,74 @@ The models are the mxnet backend's; the two carriers that they ask for are here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import horovod.mxnet as hvd
 import mxnet as mx
 import numpy as np
 from mxnet import nd
+from mxnet.base import _LIB
 
-from unidist import Capabilities, World
-from unidist.backend import Reduction
-from unidist.errors import RanksDisagree
-from unidist_horovod import HorovodOptions, meeting, plugin
+from unidist.plugin import RanksDisagree, Reduction, World
+from unidist_horovod import ON_MXNET, HorovodOptions, meeting
 from unidist_horovod.meeting import SHUT_DOWN, Meeting, translated
-from unidist_mxnet import plugin as mxnet
 from unidist_mxnet.arrays import from_numpy
 from unidist_mxnet.models import MxnetModels
 
 REDUCE = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
-PROMISED: Capabilities = replace(
-    mxnet.capabilities,
-    sync_batchnorm=(
-        "neither MXNet nor Horovod has it for Gluon over processes: make the batch of each rank larger, or use "
-        "framework='torch'"
-    ),
-    compression="it is there for torch models only: use framework='torch', or accumulate= to send less often",
-    gpu=plugin.capabilities.gpu,
-)
 
 
+LAST_STEPS = 30.0  # seconds for what is queued at the end of a script
 GROUP = 1 << 20  # bytes; so much is sent at once, while backward works on the rest
 
 
 class MxnetOverHorovod(MxnetModels):
-    capabilities = PROMISED
+    capabilities = ON_MXNET
 
     def __init__(self, world: World, options: HorovodOptions, device: str | None, timeout: float) -> None:
         super().__init__(world, options, device)
         self._meeting = Meeting(hvd, _barrier, mx.MXNetError, world, options, timeout)
+        atexit.unregister(_finish)
+        atexit.register(_finish)  # after Horovod's own, so it is called before that shuts down
         self.world = self._meeting.world
         self.transport, self.version = self._meeting.transport, f"on mxnet {mx.__version__}"
         size = self.world.world_size
-        self.carry_by(HorovodStore(size), HorovodExchange(self.world.rank, size))
+        self.carry_by(HorovodStore(self.world.rank, size), HorovodExchange(self.world.rank, size))
+
+    def translated(self, what: str) -> AbstractContextManager[None]:
+        return translated(what, self.world.rank, mx.MXNetError)
 
     def close(self, failed: bool) -> None:
+        self.release()
         if not failed:
             try:
                 nd.waitall()
             except mx.MXNetError as error:
                 if SHUT_DOWN not in str(error):  # else leaving says it, in our words
                     raise
+        else:
+            # What is still queued fails once Horovod is gone. MXNet would raise that at the end of the process, as if
+            # it were the cause.
+            atexit.unregister(mx.base._notify_shutdown)
+            atexit.register(_LIB.MXNotifyShutdown)
         self._meeting.leave(failed)
 
 
 class HorovodStore:
     """In place of a KVStore."""
 
-    rounds_dtypes, rank_0_leads = False, True
+    rounds_dtypes, rank_0_leads, compressed = False, True, False
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.kv = self if size > 1 else None
-        self.workers = size
+        self._rank, self.workers = rank, size
         self._names: list[str] = []  # by key
-        self._groups: dict[int, list[tuple[list[int], str]]] = {}  # of gradients, by the first key of their model
 
     def keys(self, names: Sequence[str]) -> list[int]:
         first = len(self._names)
@@ -77,18 +80,23 @@ class HorovodStore:
         return list(range(first, len(self._names)))
 
     def start(self, keys: list[int], arrays: Sequence[nd.NDArray], out: Sequence[Any]) -> None:
+        """The values of rank 0, as a sum with zeros. Not by Horovod's broadcast, which reads the operation's name once
+        more when it is queued already: MXNet may have freed that by then (EnqueueTensorBroadcast in operations.cc)."""
         for key, array in zip(keys, arrays, strict=True):
             if array.size:
-                hvd.broadcast_(array, 0, name=f"start of parameter {key}, {self._names[key]}")
+                if self._rank != 0:
+                    array[:] = 0
+                hvd.allreduce_(array, op=hvd.Sum, name=f"start of parameter {key}, {self._names[key]}")
 
-    def sum_gradients(self, keys: list[int], gradients: list[list[nd.NDArray]]) -> None:
-        if not keys:
-            return
-        if keys[0] not in self._groups:
-            self._groups[keys[0]] = self._grouped(keys, [own for (own,) in gradients])
-        for members, name in self._groups[keys[0]]:
-            own = [gradients[n][0] for n in members]
-            hvd.grouped_allreduce_(own, op=hvd.Sum, name=name, priority=-members[0])
+    def summing(self, keys: list[int], arrays: Sequence[list[nd.NDArray]]) -> Callable[[], None]:
+        grouped = self._grouped(keys, [own for (own,) in arrays])
+        groups = [([arrays[n][0] for n in members], name, -members[0]) for members, name in grouped]
+
+        def sum_up() -> None:
+            for own, name, priority in groups:
+                hvd.grouped_allreduce_(own, op=hvd.Sum, name=name, priority=priority)
+
+        return sum_up
 
     def _grouped(self, keys: list[int], arrays: list[nd.NDArray]) -> list[tuple[list[int], str]]:
         """Neighbours that travel together, those of the last layers first, as backward makes them. One by one they come
@@ -106,6 +114,9 @@ class HorovodStore:
         ends = [(keys[each[0]], keys[each[-1]]) for each in groups]
         names = [f"gradients {a} to {b}, {self._names[a]} to {self._names[b]}" for a, b in ends]
         return list(zip(groups, names, strict=True))
+
+    def start_sum(self, key: int, array: nd.NDArray) -> None:
+        pass
 
     def sum(self, key: int, array: nd.NDArray, priority: int, exchange: Any) -> None:
         hvd.allreduce_(array, op=hvd.Sum, name=f"average {key}, {self._names[key]}", priority=priority)
@@ -134,12 +145,18 @@ class HorovodExchange:
         return [b"".join(row.tobytes() for row in rows) for rows in zip(*gathered, strict=True)]
 
     def broadcast(self, data: bytes, source: int) -> bytes:
+        """As a sum with zeros of the other ranks, see `HorovodStore.start`. Whole numbers add up to the last bit."""
         if not data:
             return data
+        words = np.zeros(-(-len(data) // 4), np.int32)
+        if self._rank == source:
+            words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        most, parts = meeting.MOST_BYTES // 4, []
         with self._translated("broadcast"):
-            name = f"broadcast from {source}"
-            pieces = [hvd.broadcast(each, source, name=name).asnumpy() for each in _pieces(data, meeting.MOST_BYTES)]
-        return b"".join(each.tobytes() for each in pieces)
+            for first in range(0, len(words), most):
+                part = from_numpy(words[first : first + most], mx.cpu())
+                parts.append(hvd.allreduce(part, op=hvd.Sum, name=f"broadcast from {source}").asnumpy())
+        return b"".join(part.tobytes() for part in parts)[: len(data)]
 
     def reduce(self, array: np.ndarray, op: Reduction) -> np.ndarray:
         if not array.size:
@@ -149,7 +166,8 @@ class HorovodExchange:
             carried = carried.astype(np.int64)
         with self._translated(f"all_reduce {op}"):
             tensor = from_numpy(carried, mx.cpu())
-            result = hvd.allreduce(tensor, op=REDUCE[op], name=f"all_reduce {op}").asnumpy().reshape(array.shape)
+            summed = hvd.allreduce(tensor, op=REDUCE[op], name=f"all_reduce {op}")
+            result: np.ndarray = summed.asnumpy().reshape(array.shape)
         return result if array.dtype == np.bool_ and op == "sum" else result.astype(array.dtype)
 
     def _translated(self, what: str) -> AbstractContextManager[None]:
@@ -159,6 +177,21 @@ class HorovodExchange:
 def _pieces(data: bytes, size: int) -> list[nd.NDArray]:
     whole = np.frombuffer(data, np.uint8)
     return [from_numpy(whole[first : first + size], mx.cpu()) for first in range(0, len(whole), size)]
+
+
+def _finish() -> None:
+    """A script may end without closing its Strategy, while what it asked for is still queued: the other ranks have
+    asked for the same. After an error they may not have, and nobody waits for long."""
+    if getattr(sys, "last_value", None) is not None:
+        return
+
+    def wait() -> None:
+        with contextlib.suppress(mx.MXNetError):
+            nd.waitall()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(timeout=LAST_STEPS)
 
 
 def _barrier() -> None:

@@ -7,18 +7,15 @@ beforehand how many backward passes make a step, and the last group of an epoch 
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.torch.mpi_ops import HorovodInternalError  # fails without the native library; the import above does not
 
-from unidist import Features, World
-from unidist.backend import Reduction
-from unidist.errors import RanksDisagree, UnsupportedOperation, UsageError
+from unidist.plugin import Features, MicroBatch, RanksDisagree, Reduction, UnsupportedOperation, UsageError, World
 from unidist_horovod import HorovodOptions, meeting, plugin
 from unidist_horovod.gradients import Gradients, carried, gradients_of
 from unidist_horovod.meeting import Meeting, translated
@@ -51,9 +48,9 @@ class TorchOverHorovod(TorchModels):
         self._translated = partial(translated, rank=self.world.rank, internal_error=HorovodInternalError)
         self._gradients: weakref.WeakKeyDictionary[Any, Gradients] = weakref.WeakKeyDictionary()
         self._models = 0
-        self._sync = True  # of the step under way
 
     def close(self, failed: bool) -> None:
+        super().close(failed)
         self._meeting.leave(failed)
 
     # -- collectives. Their names are the same each time: Horovod remembers the agreement on a name
@@ -92,12 +89,15 @@ class TorchOverHorovod(TorchModels):
 
     # -- models
 
-    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
+    def check_prepare(self, model: Any, optimizer: Any) -> None:
+        super().check_prepare(model, optimizer)
         if hasattr(optimizer, "skip_synchronize"):  # its class is made for each, and has the name of the one inside
             raise UsageError(
                 "this optimizer was wrapped by hvd.DistributedOptimizer, which would average gradients a second time: "
                 "pass the torch.optim one as it is"
             )
+
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         model, optimizer = self.ready(model, optimizer, features, self._differentiable_sum)
         with self._translated("prepare"):
             self._same_start(model)
@@ -143,27 +143,28 @@ class TorchOverHorovod(TorchModels):
         for tensor in tensors.values():
             tensor.copy_(self.broadcast(tensor, 0))
 
-    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
-        for number, alike in enumerate(self.averaged(model, what)):
-            with self._translated(f"average {what}"), torch.no_grad(), carried(alike) as whole:
-                hvd.grouped_allreduce_(whole, op=hvd.Average, name=f"average {what} {number}")
+    def average_alike(self, tensors: list[torch.Tensor], what: str) -> None:
+        with self._translated(what), torch.no_grad(), carried(tensors) as whole:
+            hvd.grouped_allreduce_(whole, op=hvd.Average, name=what)
 
     # -- a training step
 
-    def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
-        self._sync = sync
-        if model in self._precision:
-            return torch.autocast(self._device.type, self._precision[model])
-        return nullcontext()
-
-    def backward(self, model: Any, loss: torch.Tensor, weight: float) -> None:
-        super().backward(model, loss, weight)
-        if self._sync:
+    def differentiate(self, model: Any, loss: torch.Tensor, micro: MicroBatch) -> None:
+        loss.backward()
+        self._gradients[model].weight += micro.weight
+        if micro.sync:
             with self._translated("the sum of gradients"):
                 self._gradients[model].average()
 
+    def take_mean_weight(self, model: Any) -> float:
+        return self._gradients[model].take_weight()
 
-class _Sum(torch.autograd.Function):
+    def clear_gradients(self, model: Any) -> None:
+        super().clear_gradients(model)
+        self._gradients[model].take_weight()
+
+
+class _Sum(torch.autograd.Function):  # type: ignore[misc]  # torch is not there to be checked
     """Horovod's own differentiable sum stumbles over gradients that are not contiguous."""
 
     @staticmethod

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from unidist import Capabilities, Plugin
-from unidist.errors import UsageError
+from unidist.plugin import Capabilities, Plugin, UsageError, check_choice, check_positive, check_whole
+from unidist_mxnet.cluster import company
+from unidist_mxnet.launcher import LAUNCHER
 from unidist_mxnet.plan import plan
+from unidist_mxnet.recipe import RECIPE
 
-STORES = ("auto", "dist_sync", "dist_device_sync", "dist_async", "local", "device")
+KVStore = Literal["auto", "dist_sync", "dist_device_sync", "dist_async", "local", "device"]
+MemoryCheck = Literal["refuse", "warn"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,11 @@ class MxnetOptions:
     compression       "2bit" sends each gradient as -threshold, 0 or +threshold and keeps the rest for the next step
     bigarray_bound    arrays of more elements than this are shared out over the servers
     worker_cores, server_cores    what one of them may use; 0 leaves it open. `--dry-run` adds them up
-    server_memory     GB that one server may use, for the warning that the model does not fit; 0 is what its host has
+    server_memory     GB that one server may use; 0 is what its host has
+    server_memory_check    "refuse" a model that does not fit there, or "warn" and go on
     """
 
-    kvstore: str = "auto"
+    kvstore: KVStore = "auto"
     devices: int | list[str] = 1
     servers: int = 0
     update_on: str = "auto"
@@ -35,25 +40,27 @@ class MxnetOptions:
     worker_cores: int = 0
     server_cores: int = 0
     server_memory: float = 0.0
+    server_memory_check: MemoryCheck = "refuse"
 
     def __post_init__(self) -> None:
         # MXNet looks for parts of the name only: dist_snyc would mean dist_sync to it, without a word.
-        _one_of("kvstore", self.kvstore, STORES)
-        _one_of("update_on", self.update_on, ("auto", "worker", "server"))
-        _one_of("compression", self.compression, ("none", "2bit"))
-        _number("compression_threshold", self.compression_threshold, above=0)
-        _number("collective_timeout", self.collective_timeout, above=0)
+        check_choice("kvstore", self.kvstore, get_args(KVStore))
+        check_choice("update_on", self.update_on, ("auto", "worker", "server"))
+        check_choice("compression", self.compression, ("none", "2bit"))
+        check_choice("server_memory_check", self.server_memory_check, get_args(MemoryCheck))
+        check_positive("compression_threshold", self.compression_threshold)
+        check_positive("collective_timeout", self.collective_timeout)
         if self.server_memory != 0:
-            _number("server_memory", self.server_memory, above=0)
+            check_positive("server_memory", self.server_memory)
         for name, least in (("bigarray_bound", 1), ("servers", 0), ("worker_cores", 0), ("server_cores", 0)):
-            _whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least)
         if isinstance(self.devices, (list, tuple)):
             if not self.devices or not all(isinstance(each, str) for each in self.devices):
                 raise UsageError(
                     f'devices is {self.devices!r}: name them, such as ["cpu(0)", "cpu(1)"], or say how many'
                 )
         else:
-            _whole("devices", self.devices, 1)
+            check_whole("devices", self.devices, 1)
         if self.update_on == "worker" and self.kvstore == "dist_async":
             raise UsageError(
                 "update_on='worker' cannot be with dist_async: its servers apply each gradient as it comes"
@@ -76,23 +83,8 @@ class MxnetOptions:
         return self.update_on == "server" or self.asynchronous
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name} is {value!r}, it must be one of {', '.join(choices)}")
-
-
-def _number(name: str, value: object, above: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > above:
-        raise UsageError(f"{name} is {value!r}, it must be a number above {above}")
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} is {value!r}, it must be a whole number from {least}")
-
-
-def capabilities(options: MxnetOptions) -> Capabilities:
-    """What is promised depends on the mode."""
+def capabilities(options: MxnetOptions, workers: int | None = None) -> Capabilities:
+    """What is promised depends on the mode, and on how many workers there are; None: not known yet."""
     promised = {
         "gpu": "written for CUDA builds of MXNet, not run by the tests: they have no GPU",
         "sync_batchnorm": (
@@ -112,16 +104,17 @@ def capabilities(options: MxnetOptions) -> Capabilities:
             "the servers update each parameter by itself and never see the whole gradient: use update_on='worker' "
             "with dist_sync or dist_device_sync"
         )
-        promised["optimizer_state"] = (
-            "the servers hold it, and MXNet cannot read it back: save the model alone, or use update_on='worker' with "
-            "dist_sync or dist_device_sync"
-        )
+        if options.compression != "none":
+            promised["optimizer_state"] = (
+                "the servers hold it, and all that is sent to them is compressed to 2 bits: leave compression out, or "
+                "use update_on='worker' with dist_sync or dist_device_sync, or save the model alone"
+            )
         promised["local_sgd"] = (
             "the servers hold the parameters, so no worker can go on alone: use update_on='worker' with dist_sync"
         )
     if options.compression != "none":
         promised["synchronous"] = "gradients are rounded to 2 bits: leave compression out for exact steps"
-    if options.asynchronous:
+    if options.asynchronous and workers != 1:  # nobody else changes the parameters of the only one
         promised["synchronous"] = promised["lockstep"] = (
             "dist_async applies each worker's gradient as it comes, to parameters that others may have changed since: "
             "use dist_sync or dist_device_sync for the serial step"
@@ -135,8 +128,14 @@ plugin = Plugin(
     options=MxnetOptions,
     requires=("mxnet",),
     capabilities=capabilities(MxnetOptions()),
-    implied_by="DMLC_ROLE",
+    capabilities_for=capabilities,
+    launcher=LAUNCHER,
     plan=plan,
+    company=company,
     bench="unidist_mxnet.bench",
-    serve="unidist_mxnet.roles:serve",
+    bench_launch="unidist_mxnet.bench_launch",
+    recipe=RECIPE,
+    interface_variables=("DMLC_INTERFACE",),
+    echoes=("Socket closed",),
+    serve="unidist_mxnet.services:serve",
 )

@@ -31,6 +31,23 @@ def kind_like(tensor: nd.NDArray, array: np.ndarray) -> nd.NDArray:
     return result.as_nd_ndarray() if isinstance(result, mx.np.ndarray) else result
 
 
+def number_like(loss: nd.NDArray, number: nd.NDArray) -> nd.NDArray:
+    """One number as the loss has it."""
+    number = number.as_in_context(loss.context)
+    if loss.dtype != number.dtype:
+        number = number.astype(loss.dtype)
+    if isinstance(loss, mx.np.ndarray):
+        number = number.as_np_ndarray()
+    return number if loss.shape == number.shape else number.reshape(loss.shape)
+
+
+def in_default_layout(array: nd.NDArray) -> nd.NDArray:
+    """The same array. The forward pass of evaluation leaves the weights of convolutions in memory as oneDNN likes it,
+    which MXNet's own operators understand; a KVStore and Horovod do not. Call nd.waitall() first."""
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(ctypes.c_void_p())))  # which lays it out again
+    return array
+
+
 def set_values(parameter: mx.gluon.Parameter, values: np.ndarray) -> None:
     own = parameter.list_data()[0]
     parameter.set_data(kind_like(own, values.astype(own.dtype)))

@@ -1,15 +1,14 @@
-"""What is asked of a Gluon block and of an optimizer before training, and how a batch is split over devices."""
+"""What is asked of a Gluon block and of an optimizer before training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import mxnet as mx
-from mxnet import gluon, nd
+from mxnet import gluon
 
-from unidist import OptimizerSpec
-from unidist.errors import StateError, UnsupportedOperation, UsageError
+from unidist.plugin import OptimizerSpec, StateError, UnsupportedOperation, UsageError
 
 NADAM = (
     "MXNet's Nadam has one schedule for all parameters, which moves on with the update of each: use one device in "
@@ -32,7 +31,20 @@ def check_model(model: Any) -> None:
 
 def collect(model: Any) -> dict[str, Any]:
     """Parameters by their place in the model ("0.weight"), which does not depend on how many were made before."""
-    return model._collect_params_with_prefix()
+    named: dict[str, Any] = model._collect_params_with_prefix()
+    return named
+
+
+def fixed_scales(model: Any) -> list[Any]:
+    """The parameters of batch normalisations whose values MXNet does not look at: it takes ones for them."""
+    found: list[Any] = []
+
+    def look(block: Any) -> None:
+        if getattr(block, "_kwargs", {}).get("fix_gamma") and "gamma" in block._reg_params:
+            found.append(block._reg_params["gamma"])
+
+    model.apply(look)
+    return found
 
 
 def is_deferred(parameter: Any) -> bool:
@@ -77,10 +89,6 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
             "the Trainer has compression_params, and a Strategy a store of its own: say the option compression='2bit', "
             "as in `unidist run --backend mxnet --option compression=2bit …`"
         )
-    for name in ("step", "update", "allreduce_grads"):
-        setattr(optimizer, name, _refuse(name, "would train this worker alone", "train_step or strategy.step(trainer)"))
-    for name in ("save_states", "load_states"):
-        setattr(optimizer, name, _refuse(name, "knows nothing of the other workers", "strategy.save and strategy.load"))
     return native
 
 
@@ -104,44 +112,3 @@ def check_for_servers(optimizer: Any, native: Any) -> None:
         raise UsageError("the Trainer says update_on_kvstore=False: say the option update_on='worker', with dist_sync")
     if isinstance(native, mx.optimizer.Nadam):
         raise UnsupportedOperation(NADAM)
-
-
-def _refuse(name: str, problem: str, instead: str) -> Any:
-    def refused(*_: Any, **__: Any) -> None:
-        raise StateError(f"Trainer.{name}() {problem}: it was given to prepare(), so use {instead}")
-
-    return refused
-
-
-def split(batch: Sequence[Any], contexts: Sequence[mx.Context]) -> Iterator[tuple[float, Sequence[Any]]]:
-    """For each device that gets any rows: its share of them, and its part of the batch."""
-    rows = next((len(each) for each in _leaves(batch)), None)
-    if rows is None:
-        raise UsageError("the batch holds no array that could be split over the devices")
-    base, larger = divmod(rows, len(contexts))
-    begin = 0
-    for n, context in enumerate(contexts):
-        end = begin + base + (n < larger)
-        if end > begin:
-            yield (end - begin) / rows, _part(batch, rows, begin, end, context)
-        begin = end
-
-
-def _leaves(value: Any) -> Iterator[nd.NDArray]:
-    if isinstance(value, nd.NDArray) and value.shape:
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
-
-
-def _part(value: Any, rows: int, begin: int, end: int, context: mx.Context) -> Any:
-    if isinstance(value, nd.NDArray):
-        rowwise = value.shape and value.shape[0] == rows
-        return (value[begin:end] if rowwise else value).as_in_context(context)
-    if isinstance(value, dict):
-        return {key: _part(each, rows, begin, end, context) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_part(each, rows, begin, end, context) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value

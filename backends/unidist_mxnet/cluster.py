@@ -1,172 +1,123 @@
-"""What ps-lite leaves out: settings that work without being told, and the end of a job when one of its nodes dies.
+"""What ps-lite leaves out: who belongs to a job, checks before it starts, and addresses that really connect.
 
-Under `unidist run` the supervisor sees every process. Started by hand, nobody does, and ps-lite waits for ever. So the
-scheduler looks at the heartbeats of all nodes; when one is missing it leaves, and answers on its port with the cause
-for a while; every other node looks at that port once a second.
+ps-lite waits without end for a process that does not come, and ends in a native stack when its port is taken. So all of
+a job meet first (see `unidist.control`): at the launcher's control plane, or behind the scheduler's port.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import dataclasses
+import errno
 import os
 import socket
-import sys
-import threading
-import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from unidist.plugin import Company, StateError, UsageError, WentOn, WorldError, network
+from unidist_mxnet import memory
+
 if TYPE_CHECKING:
-    from unidist.world import World
+    from unidist.plugin import World
+    from unidist_mxnet import MxnetOptions
 
-LOOK_EVERY = 1.0
-MISSES = 3  # looks in a row: the scheduler may leave a moment before the others when all is well
-SILENCE = 5  # seconds without a heartbeat until a node counts as dead, if heartbeats come each second
-OBITUARY_FOR = 5.0  # seconds during which the cause can be read
-PATIENCE = 300.0  # seconds for which a server waits for the scheduler to come
-OPENING = b"unidist: "  # ZeroMQ opens with 0xff
+LOOK = 1.0  # seconds for a look at the scheduler's port
+ZEROMQ = b"\xff"  # how ps-lite greets whoever connects
+HINT = (
+    "A scheduler or server that imports mxnet before it makes a Strategy is caught inside that import: import it after "
+    "unidist.Strategy(), or start these roles with `python -m unidist_mxnet.services`."
+)
 
-
-def with_defaults(env: MutableMapping[str, str]) -> None:
-    """Complete DMLC_*, before the library reads it."""
-    env.setdefault("PS_HEARTBEAT_INTERVAL", "1")
-    env.setdefault("PS_HEARTBEAT_TIMEOUT", str(silence(env)))
-    uri = env.get("DMLC_PS_ROOT_URI", "")
-    if "DMLC_NODE_HOST" not in env and "DMLC_INTERFACE" not in env and uri:
-        # ps-lite would take the first interface it finds, which the others need not reach, and dies when there is none.
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(uri), 9))  # sends nothing: asks the kernel which interface leads there
-            env["DMLC_NODE_HOST"] = probe.getsockname()[0]
+store_was_closed = False  # ps-lite cannot be started twice in one process
+_reserved: list[socket.socket] = []  # the scheduler's port, until ps-lite takes it
 
 
-def silence(env: Mapping[str, str]) -> int:
-    """Seconds until a node counts as dead; 0 if that cannot be known, since no heartbeat is sent."""
-    interval = int(env["PS_HEARTBEAT_INTERVAL"])
-    asked = int(env.get("PS_HEARTBEAT_TIMEOUT") or 0)
-    return max(asked or SILENCE, 3 * interval) if interval > 0 else 0
+def store_name(options: MxnetOptions, env: Mapping[str, str] = os.environ) -> str:
+    if options.kvstore == "auto":
+        return "dist_sync" if "DMLC_ROLE" in env else "local"
+    return options.kvstore
 
 
-def with_neighbours(world: World, hosts: list[str]) -> World:
-    """Complete what DMLC_* leaves open: who shares a host. `hosts` holds the name of each rank's."""
-    if world.local_rank >= 0 and world.num_nodes > 0 and world.local_world_size > 0:
-        return world
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-    nodes = list(dict.fromkeys(hosts))
-    return dataclasses.replace(
-        world,
-        local_rank=here.index(world.rank),
-        local_world_size=len(here),
-        node_rank=nodes.index(hosts[world.rank]),
-        num_nodes=len(nodes),
-    )
+def company(world: World, options: MxnetOptions) -> Company | None:
+    """The servers and the scheduler, which meet with the workers; None where nothing is distributed."""
+    name = store_name(options)
+    distributed = name.startswith("dist")
+    if distributed and store_was_closed:
+        raise StateError(
+            "a distributed KVStore was closed in this process, and MXNet cannot make a second one: keep one "
+            "Strategy for the whole script, or start a new process"
+        )
+    if not distributed:
+        if world.world_size > 1:
+            raise UsageError(f"kvstore {name!r} is for one worker, and here are {world.world_size}: use dist_sync")
+        return None
+    if "DMLC_ROLE" not in os.environ or world.source not in ("unidist", "dmlc"):
+        raise UsageError(
+            f"kvstore {name!r} needs a scheduler and servers: start with `unidist run --backend mxnet "
+            "--nproc N --servers M …`, or with MXNet's own variables (DMLC_ROLE, DMLC_PS_ROOT_URI, …)"
+            + ("" if world.source == "none" else f"; what {world.source} says ({world.reason}) is not enough")
+        )
+    asked, told = options.bigarray_bound, os.environ.get("MXNET_KVSTORE_BIGARRAY_BOUND")
+    if told is not None and asked not in (type(options).bigarray_bound, int(told)):
+        raise UsageError(
+            f"bigarray_bound is {asked} here, and the job was started with {told}: say it to `unidist run --option "
+            f"bigarray_bound={asked}`, or in MXNET_KVSTORE_BIGARRAY_BOUND"
+        )
+    services = {"server": int(os.environ["DMLC_NUM_SERVER"]), "scheduler": 1}
+    tells = memory.of_server(options.server_memory) if world.role == "server" else {}
+    if world.source == "unidist":
+        return Company(services, tells=tells)
+    if world.role == "scheduler":
+        _reserve_port(world)
+    return Company(services, "scheduler", tells, lambda: _look_at_scheduler(world), HINT)
 
 
-class Lookout:
-    """A context in which this process ends, with the cause if it can be had, when the scheduler is gone."""
+def _reserve_port(world: World) -> None:
+    """ps-lite would end in a native stack if another program had it."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ps-lite does, so both can have it
+    try:
+        reserved.bind(("", world.master_port or 0))
+    except OSError as error:
+        from unidist.plugin import holder
 
-    def __init__(self, world: World, met: bool) -> None:
-        self._met = met  # it has been there; a server may come before it
-        self._address = (world.master_addr, world.master_port)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="unidist-lookout", daemon=True)
+        who = f": {holder(world.master_port)}" if error.errno == errno.EADDRINUSE and world.master_port else ""
+        raise WorldError(
+            f"the scheduler cannot have port {world.master_port} on {socket.gethostname()} ({error.strerror}){who}. "
+            "Choose another DMLC_PS_ROOT_PORT, the same for every process."
+        ) from None
+    _reserved.append(reserved)
 
-    def __enter__(self) -> Lookout:
-        self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-
-    def _watch(self) -> None:
-        misses, begun = 0, time.monotonic()
-        name = f"the scheduler at {self._address[0]}:{self._address[1]}"
-        while not self._stop.wait(LOOK_EVERY if self._met else LOOK_EVERY / 10):
-            heard = self._look()
-            self._met, misses = self._met or bool(heard), 0 if heard else misses + 1
-            if heard.startswith(OPENING):
-                self._end(heard[len(OPENING) :].decode(errors="replace").strip())
-            if self._met and misses >= MISSES:
-                self._end(f"{name} is gone: see its log for the cause")
-            if not self._met and time.monotonic() > begun + PATIENCE:
-                self._end(f"{name} did not come within {PATIENCE:g} s: is it started, and is the address right?")
-
-    def _look(self) -> bytes:
+def _look_at_scheduler(world: World) -> str:
+    """A scheduler of ours starts ps-lite only when all have met."""
+    if world.master_port is None:
+        return ""
+    where = f"{world.master_addr}:{world.master_port}"
+    try:
+        wire = socket.create_connection((world.master_addr, world.master_port), timeout=LOOK)
+    except OSError:
+        return ""  # nobody: the attempts to meet have told the same
+    with wire:
         try:
-            with socket.create_connection(self._address, timeout=LOOK_EVERY) as wire:
-                wire.settimeout(LOOK_EVERY)
-                try:
-                    return wire.recv(4096) or b"?"
-                except TimeoutError:
-                    return b"?"  # busy, but somebody listens
+            greeting = wire.recv(1)
+        except TimeoutError:
+            return f"a program at {where} accepts connections and says nothing: {_ANOTHER}"
         except OSError:
-            return b""
-
-    def _end(self, cause: str) -> None:
-        if not self._stop.is_set():
-            sys.stderr.write(f"unidist: PeerFailed: {cause}\n")
-            sys.stderr.flush()
-            os._exit(1)
+            greeting = b""
+    if greeting == ZEROMQ:
+        raise WentOn
+    return f"another program than MXNet's scheduler has {where}: {_ANOTHER}"
 
 
-# -- the scheduler's side --------------------------------------------------------------------------------------
+_ANOTHER = "choose another DMLC_PS_ROOT_PORT, the same for every process, or end that program"
 
 
-def watch_over_nodes(library: ctypes.CDLL, store: ctypes.c_void_p, world: World) -> None:
-    """From a thread, since the main one is about to enter the library and stay there."""
-    patience = silence(os.environ)
-    if not patience:
-        return
-    workers, servers = world.world_size, int(os.environ["DMLC_NUM_SERVER"])
-    nodes = {9 + 2 * rank: f"worker {rank}" for rank in range(workers)}  # ps-lite's own numbers
-    nodes |= {8 + 2 * rank: f"server {rank}" for rank in range(servers)}
-
-    def watch() -> None:
-        _wait_until_listening(world)
-        seen: dict[int, int] = dict.fromkeys(nodes, 0)
-        while True:
-            time.sleep(LOOK_EVERY)
-            for node in nodes:
-                dead = ctypes.c_int()
-                library.MXKVStoreGetNumDeadNode(store, node, ctypes.byref(dead), patience)
-                seen[node] = seen[node] + 1 if dead.value else 0
-            # Before its first heartbeat a node counts as dead too, hence more than one look.
-            missing = [nodes[node] for node, times in seen.items() if times >= MISSES]
-            if missing:
-                _leave(f"{' and '.join(missing)} died: no heartbeat for {patience} s (numbers are ps-lite's)", world)
-
-    threading.Thread(target=watch, name="unidist-nodes", daemon=True).start()
-
-
-def _wait_until_listening(world: World) -> None:
-    """The library crashes when asked about nodes before it has a socket."""
-    while True:
-        time.sleep(LOOK_EVERY)
-        with contextlib.suppress(OSError):
-            socket.create_connection((world.master_addr, world.master_port), timeout=LOOK_EVERY).close()
-            return
-
-
-def _leave(cause: str, world: World) -> None:
-    sys.stderr.write(f"unidist: the scheduler ends the job: {cause}\n")
-    sys.stderr.flush()
-    # A new program in this process: the library's sockets close, and the port is free to tell the cause.
-    os.execv(sys.executable, [sys.executable, __file__, str(world.master_port), cause])
-
-
-def tell(port: int, cause: str) -> None:
-    """Answer every connection with the cause, for as long as anyone may still ask."""
-    until = time.monotonic() + OBITUARY_FOR
-    with socket.create_server(("", port), reuse_port=False) as listener:
-        while (left := until - time.monotonic()) > 0:
-            listener.settimeout(left)
-            with contextlib.suppress(OSError):
-                wire, _ = listener.accept()
-                with wire:
-                    wire.sendall(OPENING + cause.encode() + b"\n")
-
-
-if __name__ == "__main__":
-    tell(int(sys.argv[1]), sys.argv[2])
-    sys.exit(1)
+def tell_addresses(world: World) -> None:
+    """Complete DMLC_* before the library reads it, with addresses that were seen to connect."""
+    env, peers = os.environ, world.peers
+    if world.source != "dmlc":
+        return  # our launcher has set them
+    if peers is not None and world.master_addr:
+        env["DMLC_PS_ROOT_URI"] = world.master_addr
+    if "DMLC_NODE_HOST" not in env and "DMLC_INTERFACE" not in env:
+        # ps-lite would take the first interface it finds, which the others need not reach, and dies when there is none.
+        env["DMLC_NODE_HOST"] = peers.address if peers else network.address_towards(env["DMLC_PS_ROOT_URI"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from unidist.errors import UsageError
-from unidist.world import World
+from unidist.plugin import UsageError, World
 
 
 def pick_contexts(asked: str | None, devices: int | list[str], gpus: int, world: World) -> list[tuple[str, int]]:

@@ -15,8 +15,7 @@ from typing import Any
 
 import mxnet as mx
 
-from unidist.data.source import OwnLoader
-from unidist.errors import UsageError
+from unidist.plugin import NativeLoader, UsageError, is_whole
 
 ADVICE = (
     "pass functools.partial(mx.io.ImageRecordIter, batch_size=…, …), which unidist calls with the part of each rank, "
@@ -25,7 +24,7 @@ ADVICE = (
 OURS = ("num_parts", "part_index", "round_batch", "seed", "seed_aug", "shuffle_chunk_seed")
 
 
-def open_iterator(data: object) -> OwnLoader | None:
+def open_iterator(data: object) -> NativeLoader | None:
     if isinstance(data, mx.io.NDArrayIter):
         raise UsageError("NDArrayIter holds arrays: pass these to strategy.loader, all of them on every rank")
     if isinstance(data, mx.io.DataIter):
@@ -39,12 +38,12 @@ def open_iterator(data: object) -> OwnLoader | None:
     if given:
         raise UsageError(f"leave {', '.join(given)} out of {name}: they follow from the rank, and seed= of the loader")
     size = data.keywords.get("batch_size")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_whole(size, 1):
         raise UsageError(f"{name} has batch_size={size!r}: give it the batch of a device, a whole number from 1")
-    return OwnLoader(data, batch_size=size, iterable=True, parted=True)
+    return NativeLoader(data, batch_size=size, iterable=True, parted=True)
 
 
-def read_part(source: OwnLoader, context: mx.Context) -> Iterator[tuple[int, Any]]:
+def read_part(source: NativeLoader, context: mx.Context) -> Iterator[tuple[int, Any]]:
     """(samples, batch) on the device. A batch is data and labels, as the iterator makes them."""
     assert source.stream is not None
     skip, whole, share, epoch = source.stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mxnet as mx
@@ -11,13 +12,12 @@ import numpy as np
 from mxnet.gluon.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from mxnet.gluon.data.dataloader import default_batchify_fn
 
-from unidist.data.source import OwnLoader, elements_of
-from unidist.errors import UsageError
+from unidist.plugin import NativeLoader, UsageError, elements_of, map_leaves
 from unidist_mxnet.arrays import from_numpy
 from unidist_mxnet.iterators import open_iterator, read_part
 
 
-def open_loader(loader: object) -> OwnLoader | None:
+def open_loader(loader: object) -> NativeLoader | None:
     if not isinstance(loader, DataLoader):
         return open_iterator(loader)
     batches = loader._batch_sampler
@@ -27,7 +27,7 @@ def open_loader(loader: object) -> OwnLoader | None:
             "the DataLoader draws by a sampler of its own, whose order cannot be shared out: use batch_size= with "
             "shuffle=True or False there"
         )
-    return OwnLoader(
+    return NativeLoader(
         loader._dataset,
         workers=loader._num_workers,
         pin_memory=loader._pin_memory,
@@ -40,7 +40,7 @@ def open_loader(loader: object) -> OwnLoader | None:
 
 
 @contextmanager
-def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, context: mx.Context) -> Iterator[Any]:
+def read_batches(source: NativeLoader, batches: Sequence[Sequence[int]] | None, context: mx.Context) -> Iterator[Any]:
     if source.parted:
         yield read_part(source, context)
         return
@@ -60,10 +60,11 @@ def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, con
                 thread_pool=True,
             )
         )
-    yield (_ready(batch, context, source.keep_float64) for batch in reading)
+    ready = partial(_ready, context, source.keep_float64)
+    yield (map_leaves(ready, batch, lists=tuple) for batch in reading)
 
 
-def _stream(source: OwnLoader, collate: Any) -> Iterator[Any]:
+def _stream(source: NativeLoader, collate: Any) -> Iterator[Any]:
     assert source.stream is not None
     skip, batch, share, _ = source.stream
     waiting = []
@@ -76,16 +77,12 @@ def _stream(source: OwnLoader, collate: Any) -> Iterator[Any]:
         yield len(waiting), collate(waiting)
 
 
-def _ready(batch: Any, context: mx.Context, keep_float64: bool) -> Any:
+def _ready(context: mx.Context, keep_float64: bool, leaf: Any) -> Any:
     """On the device, with the same dtypes as arrays arrive: float64 as float32, labels int64."""
-    if isinstance(batch, (mx.nd.NDArray, np.ndarray)):
-        if batch.dtype == np.float64 and not keep_float64:
-            batch = batch.astype(np.float32)
-        elif batch.ndim == 1 and np.dtype(batch.dtype).kind in "iu":
-            batch = batch.astype(np.int64)
-        return from_numpy(batch, context) if isinstance(batch, np.ndarray) else batch.as_in_context(context)
-    if isinstance(batch, dict):
-        return {key: _ready(each, context, keep_float64) for key, each in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return tuple(_ready(each, context, keep_float64) for each in batch)
-    return batch
+    if not isinstance(leaf, (mx.nd.NDArray, np.ndarray)):
+        return leaf
+    if leaf.dtype == np.float64 and not keep_float64:
+        leaf = leaf.astype(np.float32)
+    elif leaf.ndim == 1 and np.dtype(leaf.dtype).kind in "iu":
+        leaf = leaf.astype(np.int64)
+    return from_numpy(leaf, context) if isinstance(leaf, np.ndarray) else leaf.as_in_context(context)

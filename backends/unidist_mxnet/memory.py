@@ -1,17 +1,10 @@
-"""Do the servers have room for the model? Each tells how much memory it may use; rank 0 compares and warns.
-
-Who has not told is no server of unidist's: a script that imports mxnet before it makes a Strategy is caught by MXNet's
-own server, inside that import.
-"""
+"""Do the servers have room for the model? Each tells at the meeting how much memory it may use; the workers compare."""
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from unidist.control import Control
+from typing import Any
 
 GB = 2**30
 CGROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
@@ -31,19 +24,26 @@ def of_this_process() -> int:
     return least
 
 
-def tell(control: Control, server: int, granted: float) -> None:
-    """`granted` is the option server_memory, in GB."""
-    said = {"host": socket.gethostname(), "bytes": int(granted * GB) or of_this_process(), "granted": granted > 0}
-    control.put(f"mxnet/memory/{server}", json.dumps(said).encode())
+def of_server(granted: float) -> dict[str, Any]:
+    """What a server tells. `granted` is the option server_memory, in GB."""
+    has = of_this_process()
+    return {"bytes": int(granted * GB) or has, "granted": granted > 0, "has": has}
 
 
-def ask(control: Control, servers: int) -> list[dict[str, int | str]]:
-    """Of the servers that have told."""
-    answers = (control.get(f"mxnet/memory/{server}") for server in range(servers))
-    return [json.loads(answer) for answer in answers if answer]
+OTHERWISE = "or say server_memory_check='warn' to go on all the same"
 
 
-def warning(model: int, copies: int, servers: Iterable[Mapping[str, int | str]]) -> str | None:
+def granted_too_much(servers: int, granted: float, has: int, where: str) -> str | None:
+    """`granted` is what the option server_memory gives each of so many servers on one host that `has` less."""
+    if servers * granted * GB <= has:
+        return None
+    return (
+        f"server_memory grants {granted:g} GB to each of {servers} server{'s' * (servers > 1)}, and {where} has "
+        f"{_size(has)} in all: grant less, start fewer servers there, {OTHERWISE}"
+    )
+
+
+def too_little(model: int, copies: int, servers: Iterable[Mapping[str, Any]]) -> str | None:
     """`copies`: a server holds the model, the sum of gradients, and the optimizer's state if it updates."""
     hosts: dict[str, int] = {}
     for each in servers:  # those of one host share its memory, unless each was granted its own
@@ -55,7 +55,7 @@ def warning(model: int, copies: int, servers: Iterable[Mapping[str, int | str]])
     return (
         f"the servers have {_size(have)} of memory on {len(hosts)} host{'s' * (len(hosts) > 1)}, and need "
         f"{_size(need)} for {copies} copies of the model's {_size(model)} (values, gradients, optimizer state): start "
-        "more servers on other hosts, or give them more"
+        f"more servers on other hosts, give them more, {OTHERWISE}"
     )
 
 

@@ -13,8 +13,9 @@ import mxnet as mx
 import numpy as np
 from mxnet import nd
 
-from unidist import SGD, Adam, AdamW, OptimizerSpec
-from unidist.errors import UnsupportedOperation, UsageError
+from unidist.plugin import SGD, Adam, AdamW, OptimizerSpec, UnsupportedOperation, UsageError
+from unidist_mxnet.arrays import from_numpy
+from unidist_mxnet.fused import divide
 
 AT_ONCE = 40  # parameters that one kernel updates; MXNet's limit is 60
 
@@ -59,13 +60,13 @@ def set_rate(optimizer: mx.optimizer.Optimizer, rate: float) -> None:
 
 
 def settings(optimizer: mx.optimizer.Optimizer) -> dict[str, object]:
-    """Those that stay as they are during a training; `num_update` and `m_schedule` (of Nadam) count what was done."""
-    plain, moving = (bool, int, float, str, type(None)), ("lr", "num_update", "m_schedule")
+    """Those that stay as they are during a training; the others count what was done, or belong to a step."""
+    plain, moving = (bool, int, float, str, type(None)), ("lr", "num_update", "m_schedule", "mean_weight")
     return {k: v for k, v in vars(optimizer).items() if isinstance(v, plain) and k[0] != "_" and k not in moving}
 
 
 # What an optimizer keeps for itself and a server makes anew.
-_OWN = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult")
+_OWN = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult", "update", "update_multi_precision")
 
 
 def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:
     return {"kind": "native", "name": name, "attributes": attributes}
 
 
-class FusedSGD(mx.optimizer.Optimizer):
+class FusedSGD(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXNet is not there to be checked
     """velocity = momentum * velocity + gradient; weight -= rate * velocity.
 
     The kernels keep -rate * velocity. When the rate changes they are given a momentum that brings it along.
@@ -97,6 +98,8 @@ class FusedSGD(mx.optimizer.Optimizer):
         self.momentum, self.nesterov = momentum, nesterov
         self.aggregate_num = 0 if nesterov else AT_ONCE
         self.rates: dict[Any, float] = {}  # the rate that is inside the momentum of each parameter; never 0
+        self.mean_weight: nd.NDArray | None = None  # what the gradients are still to be divided by
+        self._on_device: dict[tuple[float, ...], nd.NDArray] = {}
 
     def create_state(self, index: Any, weight: nd.NDArray) -> nd.NDArray | None:
         return nd.zeros(weight.shape, weight.context, dtype=weight.dtype) if self.momentum else None
@@ -109,23 +112,42 @@ class FusedSGD(mx.optimizer.Optimizer):
         common: dict[str, Any] = {"rescale_grad": self.rescale_grad}
         if self.clip_gradient:
             common["clip_gradient"] = self.clip_gradient
-        if not self.momentum:
-            flat = [array for pair in zip(weight, grad, strict=True) for array in pair]
-            nd.multi_sgd_update(*flat, out=weight, num_weights=len(index), lrs=rates, wds=decays, **common)
-            return
         rate = self.learning_rate
-        inside = {self.rates.get(each, rate or 1.0) for each in index}
-        if rate and len(inside) == 1 and not self.nesterov:
-            momentum = self.momentum * (rate / inside.pop())
-            flat = [array for triple in zip(weight, grad, state, strict=True) for array in triple]
-            nd.multi_sgd_mom_update(
-                *flat, out=weight, num_weights=len(index), lrs=rates, wds=decays, momentum=momentum, **common
-            )
-        else:
+        inside = {self.rates.get(each, rate or 1.0) for each in index} if self.momentum else {1.0}
+        together = not self.momentum or (rate and len(inside) == 1 and not self.nesterov)
+        if self.mean_weight is not None and (not together or self.clip_gradient):
+            divide(grad, self.mean_weight)
+        if not together:
             for at, w, g, s, decay in zip(index, weight, grad, state, decays, strict=True):
                 self._update_one(at, w, g, s, rate, decay, common)
-        if rate:
+        else:
+            if self.momentum:
+                common["momentum"] = self.momentum * (rate / inside.pop())
+            columns = (weight, grad, state) if self.momentum else (weight, grad)
+            flat = [array for row in zip(*columns, strict=True) for array in row]
+            self._update_together(flat, list(weight), rates, decays, common)
+        if rate and self.momentum:
             self.rates.update(dict.fromkeys(index, rate))
+
+    def _update_together(self, flat: Any, weight: Any, rates: Any, decays: Any, common: Any) -> None:
+        common |= {"out": weight, "num_weights": len(weight)}
+        if self.mean_weight is None or self.clip_gradient:
+            kernel = nd.multi_sgd_mom_update if self.momentum else nd.multi_sgd_update
+            kernel(*flat, lrs=rates, wds=decays, **common)
+        else:  # a rate that is divided moves by a gradient that is divided, and the decay is not to be
+            kernel = nd.preloaded_multi_sgd_mom_update if self.momentum else nd.preloaded_multi_sgd_update
+            lrs = nd.broadcast_div(self._array(rates), self.mean_weight)
+            wds = nd.broadcast_mul(self._array(decays), self.mean_weight) if any(decays) else self._array(decays)
+            kernel(*flat, lrs, wds, **common)
+
+    def _array(self, numbers: list[float]) -> nd.NDArray:
+        assert self.mean_weight is not None
+        key = tuple(numbers)
+        if key not in self._on_device:
+            if len(self._on_device) > 100:  # a schedule makes others in each step
+                self._on_device.clear()
+            self._on_device[key] = from_numpy(np.array(numbers, np.float32), self.mean_weight.context).as_nd_ndarray()
+        return self._on_device[key]
 
     def _update_one(
         self, index: Any, weight: Any, grad: Any, state: Any, rate: float, decay: float, common: Any
@@ -146,7 +168,7 @@ class FusedSGD(mx.optimizer.Optimizer):
     update_multi_precision = update
 
 
-class FusedAdam(mx.optimizer.Optimizer):
+class FusedAdam(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXNet is not there to be checked
     """Adam with epsilon after the bias correction; `decoupled` makes it AdamW."""
 
     def __init__(self, betas: tuple[float, float], eps: float, decoupled: bool, **common: Any) -> None:
@@ -155,8 +177,8 @@ class FusedAdam(mx.optimizer.Optimizer):
         self.beta1, self.beta2 = (float(np.float32(beta)) for beta in betas)
         self.eps, self.decoupled = eps, decoupled
 
-    def create_state(self, index: Any, weight: nd.NDArray) -> tuple[nd.NDArray, nd.NDArray]:
-        return tuple(nd.zeros(weight.shape, weight.context, dtype=weight.dtype) for _ in range(2))  # type: ignore[return-value]
+    def create_state(self, index: Any, weight: nd.NDArray) -> tuple[nd.NDArray, ...]:
+        return tuple(nd.zeros(weight.shape, weight.context, dtype=weight.dtype) for _ in range(2))
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         self._update_count(index)

@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from unidist.errors import UsageError
-from unidist.launch.plan import Process
+from unidist.plugin import Process, UsageError, gpus
 
 if TYPE_CHECKING:
-    from unidist.launch.plan import Job
+    from unidist.plugin import Job
+    from unidist_mxnet import MxnetOptions
 
 
 def plan(job: Job) -> Sequence[Process]:
-    from unidist_mxnet import MxnetOptions
+    from unidist_mxnet import MxnetOptions, memory
 
     options = MxnetOptions(**job.options)
     servers = _servers(job, options)
-    gpus = options.device_count if _on_gpus(options) else 0
-    worker = {"cores": options.worker_cores, "gpus": gpus, "host": job.host}
+    on_gpus, on_cpu = _devices(options)
+
+    def worker(rank: int, env: dict[str, str]) -> Process:
+        env = {**env, **_threads(options.worker_cores)}
+        return Process(
+            "worker", rank, job.command, env, job.host, cores=options.worker_cores, gpus=on_gpus, cpu_devices=on_cpu
+        )
+
     if not servers:
-        return [Process("worker", 0, job.command, _threads(options.worker_cores), **worker)]
+        return [worker(0, {})]
+    if options.server_memory and options.server_memory_check == "refuse":
+        has = memory.of_this_process()
+        if problem := memory.granted_too_much(servers, options.server_memory, has, "this machine"):
+            raise UsageError(problem)
     cluster = {
         "DMLC_PS_ROOT_URI": job.host,
         "DMLC_PS_ROOT_PORT": str(job.ports[0]) if job.ports else "",
@@ -29,7 +39,7 @@ def plan(job: Job) -> Sequence[Process]:
         "DMLC_NUM_WORKER": str(job.nproc),
         "MXNET_KVSTORE_BIGARRAY_BOUND": str(options.bigarray_bound),
     }
-    service = (job.python, "-m", "unidist_mxnet.roles")
+    service = (job.python, "-m", "unidist_mxnet.services")
     processes = [Process("scheduler", 0, service, {**cluster, "DMLC_ROLE": "scheduler"}, job.host, numbered=False)]
     for rank in range(servers):
         env = {**cluster, "DMLC_ROLE": "server", **_threads(options.server_cores)}
@@ -37,14 +47,13 @@ def plan(job: Job) -> Sequence[Process]:
     for rank in range(job.nproc):
         # ps-lite numbers workers by their ports; left to chance, worker 0's log would not be rank 0's.
         port = {"PORT": str(job.ports[1 + rank])} if job.ports else {}
-        env = {**cluster, **port, "DMLC_ROLE": "worker", **_threads(options.worker_cores)}
-        processes.append(Process("worker", rank, job.command, env, **worker))
+        processes.append(worker(rank, {**cluster, **port, "DMLC_ROLE": "worker"}))
     return processes
 
 
-def _servers(job: Job, options: object) -> int:
+def _servers(job: Job, options: MxnetOptions) -> int:
     """How many servers; 0 for one worker that needs none."""
-    kvstore, asked = options.kvstore, options.servers  # type: ignore[attr-defined]
+    kvstore, asked = options.kvstore, options.servers
     if job.servers and asked and job.servers != asked:
         raise UsageError(f"--servers {job.servers} and the option servers={asked} contradict each other: keep one")
     servers = job.servers or asked
@@ -53,14 +62,18 @@ def _servers(job: Job, options: object) -> int:
             what = f"{servers} servers" if servers else f"{job.nproc} workers"
             raise UsageError(f"kvstore {kvstore!r} is for one worker without servers, not {what}: use dist_sync")
         return 0
-    if kvstore == "auto" and job.nproc == 1 and not options.server_updates:  # type: ignore[attr-defined]
+    if kvstore == "auto" and job.nproc == 1 and not options.server_updates:
         return servers
     return servers or 1
 
 
-def _on_gpus(options: object) -> bool:
-    devices = options.devices  # type: ignore[attr-defined]
-    return isinstance(devices, (list, tuple)) and all(each.startswith(("gpu", "cuda")) for each in devices)
+def _devices(options: MxnetOptions) -> tuple[int, int]:
+    """How many GPUs one worker drives, and how many CPU devices, where these are several. A mere number of devices
+    means GPUs where there are any, as it will when it starts."""
+    named = options.devices if isinstance(options.devices, (list, tuple)) else []
+    on_gpus = sum(each.startswith(("gpu", "cuda")) for each in named) if named else options.device_count * bool(gpus())
+    on_cpu = options.device_count - on_gpus
+    return on_gpus, on_cpu if options.device_count > 1 else 0
 
 
 def _threads(cores: int) -> dict[str, str]:

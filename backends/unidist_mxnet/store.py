@@ -2,77 +2,54 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB, check_call
+from mxnet.kvstore.base import _ctype_key_value
 
-from unidist.errors import BackendUnavailable, StateError, UsageError
-from unidist.world import World
-from unidist_mxnet import MxnetOptions
-from unidist_mxnet.cluster import Lookout, with_defaults
+from unidist.plugin import BackendUnavailable, UsageError, World, ending
+from unidist_mxnet import MxnetOptions, cluster
 
+TOGETHER = 1 << 18  # numbers that go in one call; what comes first is needed first, and a call has one priority
 CARD = 512  # bytes that rank 0 can tell everybody before anything else works
-_finished = False  # ps-lite cannot be started twice in one process
 
 
 class Store:
     """`kv` is None when there is one worker with one device: nothing has to be exchanged then."""
 
     def __init__(self, world: World, options: MxnetOptions, devices: int, timeout: float) -> None:
-        self.name = options.kvstore
-        if self.name == "auto":
-            self.name = "dist_sync" if "DMLC_ROLE" in os.environ else "local"
+        self.name = cluster.store_name(options)
         self.distributed = self.name.startswith("dist")
         self.workers = world.world_size if self.distributed else 1
         self.rank, self.rank_0_leads, self._next_key = 0, True, 0
         self.rounds_dtypes = self.distributed
         self.compressed = options.compression != "none"
-        self._lookout: Lookout | None = None
         self.kv: Any = None
+        self._failed = False  # it was left after an error, so the others may not be there any more
         if self.distributed:
-            self._meet(world, options, timeout)
+            self._start(world, options, timeout)
         elif options.server_updates:
             raise UsageError("update_on='server' needs servers: start with `unidist run --backend mxnet --servers M …`")
-        elif world.world_size > 1:
-            raise UsageError(f"kvstore {self.name!r} is for one worker, and here are {world.world_size}: use dist_sync")
         elif devices > 1:
             self.kv = mx.kv.create(self.name)
 
-    def _meet(self, world: World, options: MxnetOptions, timeout: float) -> None:
-        if "DMLC_ROLE" not in os.environ:
-            raise UsageError(
-                f"kvstore {self.name!r} needs a scheduler and servers: start with `unidist run --backend mxnet "
-                "--nproc N --servers M …`, or with MXNet's own variables (DMLC_ROLE, DMLC_PS_ROOT_URI, …)"
-            )
+    def _start(self, world: World, options: MxnetOptions, timeout: float) -> None:
         if not mx.runtime.Features().is_enabled("DIST_KVSTORE"):
             raise BackendUnavailable(
                 f"this build of MXNet {mx.__version__} has no distributed KVStore (DIST_KVSTORE is off): "
                 "run `python -m unidist setup mxnet`, or build MXNet with USE_DIST_KVSTORE=1"
             )
-        if _finished:
-            raise StateError(
-                "a distributed KVStore was closed in this process, and MXNet cannot make a second one: keep one "
-                "Strategy for the whole script, or start a new process"
-            )
-        with_defaults(os.environ)
-        bound = os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(options.bigarray_bound))
-        if options.bigarray_bound not in (MxnetOptions.bigarray_bound, int(bound)):
-            raise UsageError(
-                f"bigarray_bound is {options.bigarray_bound} here, and the job was started with {bound}: say it to "
-                f"`unidist run --option bigarray_bound={options.bigarray_bound}`, or in MXNET_KVSTORE_BIGARRAY_BOUND"
-            )
+        cluster.tell_addresses(world)
+        os.environ.setdefault("MXNET_KVSTORE_BIGARRAY_BOUND", str(options.bigarray_bound))
         where = f"{os.environ['DMLC_PS_ROOT_URI']}:{os.environ['DMLC_PS_ROOT_PORT']}"
         roles = f"{world.world_size} workers and {os.environ.get('DMLC_NUM_SERVER')} servers"
         with _deadline(
@@ -84,9 +61,9 @@ class Store:
         self.rank = self.kv.rank
         if self.compressed:
             self.kv.set_gradient_compression({"type": options.compression, "threshold": options.compression_threshold})
-        if "UNIDIST_CONTROL" not in os.environ:
-            self._lookout = Lookout(world, met=True).__enter__()
-        self._hook = _leave_at_once_after_an_error()
+        # At the end of the interpreter the library would wait for ranks that wait for this one.
+        self._shortcut = ending.Shortcut(self._cannot_wait, skipped=(mx.base._notify_shutdown,))
+        ending.offer(self._shortcut)
 
     # -- keys -------------------------------------------------------------------------------------------------
 
@@ -101,16 +78,40 @@ class Store:
         self.kv.init(keys, list(arrays))
         self.kv.pull(keys, out=list(out))
 
-    def pushpull(self, key: int, values: list[mx.nd.NDArray], out: list[mx.nd.NDArray], priority: int) -> None:
-        if self.compressed:  # only a push compresses
-            self.kv.push(key, values, priority=priority)
-            self.kv.pull(key, out=out, priority=priority)
-        else:
-            self.kv.pushpull(key, values, out=None if out is values else out, priority=priority)
+    def summing(self, keys: list[int], arrays: Sequence[list[mx.nd.NDArray]]) -> Callable[[], None]:
+        return self.pushing(keys, arrays, arrays)
 
-    def sum_gradients(self, keys: list[int], gradients: list[list[mx.nd.NDArray]]) -> None:
-        for n, (key, own) in enumerate(zip(keys, gradients, strict=True)):
-            self.pushpull(key, own, own, -n)
+    def pushing(
+        self, keys: list[int], values: Sequence[list[mx.nd.NDArray]], out: Sequence[list[mx.nd.NDArray]]
+    ) -> Callable[[], None]:
+        """What pushes the values and pulls the results whenever it is called. Neighbours go in one call of the library,
+        whose arguments are made here: Python would take longer over small arrays than the network."""
+        calls = [self._pushing(keys[a:b], values[a:b], out[a:b], -a) for a, b in _neighbours(values)]
+
+        def push() -> None:
+            for call in calls:
+                call()
+
+        return push
+
+    def _pushing(
+        self, keys: list[int], values: Sequence[Any], out: Sequence[Any], priority: int
+    ) -> Callable[[], object]:
+        kv = self.kv
+        if self.compressed:  # only a push compresses
+            return lambda: (kv.push(keys, values, priority=priority), kv.pull(keys, out=out, priority=priority))
+        c_keys, c_values, _ = _ctype_key_value(keys, values)
+        _, c_out, _ = _ctype_key_value(keys, out)
+        count = ctypes.c_uint(len(c_keys))
+        arguments = (kv.handle, count, c_keys, count, c_keys, c_values, c_out, ctypes.c_int(priority))
+
+        def call(_arrays_that_must_stay: object = (values, out)) -> None:
+            check_call(_LIB.MXKVStorePushPull(*arguments))
+
+        return call
+
+    def start_sum(self, key: int, array: mx.nd.NDArray) -> None:
+        self.kv.init(key, array)
 
     def sum(self, key: int, array: mx.nd.NDArray, priority: int, exchange: Any) -> None:
         """Over all workers, in place. Not through a compressed store: only gradients bear that."""
@@ -134,23 +135,33 @@ class Store:
     # -- leaving ----------------------------------------------------------------------------------------------
 
     def close(self, failed: bool) -> None:
-        global _finished
         if not self.distributed:
             self.kv = None
             return
-        _finished = True
-        if self._lookout is not None:
-            self._lookout.__exit__(None, None, None)
+        cluster.store_was_closed = True
         if failed:
-            # The destructor would wait for everybody at the end of the process.
-            check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.kv.handle, 0))
-            atexit.register(_end_within, 5)
+            self._failed = True
+            ending.note_the_end()
             return
-        sys.excepthook = self._hook
+        ending.withdraw(self._shortcut)
         mx.nd.waitall()
         handle, self.kv.handle = self.kv.handle, ctypes.c_void_p()
         check_call(_LIB.MXKVStoreFree(handle))  # now, and not whenever the last reference goes: all leave together
         self.kv = None
+
+    def _cannot_wait(self, uncaught: BaseException | None) -> bool:
+        return self._failed or uncaught is not None
+
+
+def _neighbours(arrays: Sequence[list[mx.nd.NDArray]]) -> list[tuple[int, int]]:
+    """Where each group of them begins and ends."""
+    begins, room = [], 0
+    for n, (first, *_) in enumerate(arrays):
+        if room <= 0:
+            begins.append(n)
+            room = TOGETHER
+        room -= first.size
+    return list(zip(begins, [*begins[1:], len(arrays)], strict=True))
 
 
 @contextlib.contextmanager
@@ -169,23 +180,3 @@ def _deadline(seconds: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _leave_at_once_after_an_error() -> Any:
-    """At the end of the interpreter the library would wait for ranks that wait for this one."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = hook
-    return before
-
-
-def _end_within(seconds: int) -> None:
-    """Should the library hang after all, the kernel ends us."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)

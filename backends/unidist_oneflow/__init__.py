@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from unidist import Capabilities, Plugin
-from unidist.errors import UsageError
-from unidist.launch.plan import Job, Process
+from unidist.plugin import (
+    ArrayNames,
+    Capabilities,
+    Job,
+    Plugin,
+    Process,
+    UsageError,
+    World,
+    check_choice,
+    check_flag,
+    check_whole,
+    is_whole,
+)
+from unidist_oneflow.recipe import RECIPE
 
 VIEWS = ("mirrored", "consistent")
 DEFAULT_CTRL_PORT = 9988
@@ -20,7 +31,8 @@ class OneFlowOptions:
 
     machine         [{"addr": "192.168.1.12"}, {"addr": "192.168.1.11"}], or "192.168.1.12,192.168.1.11"; the first one
                     is the master. Every node runs the same script and finds itself in the list by its addresses
-    ctrl_port       a port that is free on the master
+    ctrl_port       a port that is free on the master: there the ranks meet, and then OneFlow itself listens. Its data
+                    goes over ports that it chooses, so nodes must reach each other on all of them
     gpu_device_num  processes on each node, one for each GPU; with device="cpu" on the CPU
     node_rank       this node's place in the list, where its own addresses do not tell
     view            "mirrored": local tensors, as in other frameworks; "consistent": the model is made of global tensors
@@ -40,20 +52,15 @@ class OneFlowOptions:
     def __post_init__(self) -> None:
         if self.machine is not None:
             object.__setattr__(self, "machine", _addresses(self.machine))
-        if self.view not in VIEWS:
-            raise UsageError(f"view is {self.view!r}, it must be one of {', '.join(VIEWS)}")
+        check_choice("view", self.view, VIEWS)
         for name, low, high in (("ctrl_port", 1, 65535), ("gpu_device_num", 1, 1024)):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
-            ):
-                raise UsageError(f"{name} is {value!r}, it must be a whole number from {low} to {high}")
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), low, high)
         nodes = len(self.machine or ("here",))
-        if self.node_rank is not None and (type(self.node_rank) is not int or not 0 <= self.node_rank < nodes):
+        if self.node_rank is not None and (not is_whole(self.node_rank, 0, nodes - 1)):
             raise UsageError(f"node_rank is {self.node_rank!r}, the list of machines has nodes 0 to {nodes - 1}")
         for name in ("graph", "verbose"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} is {getattr(self, name)!r}, it must be true or false")
+            check_flag(name, getattr(self, name))
 
     @property
     def describes_cluster(self) -> bool:
@@ -79,8 +86,7 @@ def _addresses(machine: Any) -> tuple[str, ...]:
 
 def plan(job: Job) -> Sequence[Process]:
     """This node's processes. With a machine list their ranks go on where the nodes before this one end."""
-    from unidist.errors import LaunchError
-    from unidist.registry import build_options
+    from unidist.plugin import LaunchError, build_options
 
     if job.servers:
         raise LaunchError("backend 'oneflow' has no servers: leave --servers out")
@@ -116,17 +122,47 @@ def plan(job: Job) -> Sequence[Process]:
     return processes
 
 
+def place(found: World, options: OneFlowOptions) -> World:
+    from unidist_oneflow import machines
+
+    return machines.place(found, options)
+
+
+MIRRORED = Capabilities(
+    mixed_precision="OneFlow 0.9 cannot multiply float16 or bfloat16 matrices on a CPU: train in float32",
+    compression="OneFlow's all-reduce takes gradients as they are: leave it out, or exchange less with sync_every=",
+    compile="in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'",
+    gpu="written for CUDA, not run by the tests: they have no GPU",
+)
+CONSISTENT = replace(
+    MIRRORED,
+    compile=True,
+    spelled_out=(
+        "in the consistent view local batches and a global model only meet inside a step: use train_step, or "
+        "view='mirrored'"
+    ),
+    local_sgd="in the consistent view a parameter is one global tensor, the same on every rank: use view='mirrored'",
+)
+
+
+def capabilities(options: OneFlowOptions, workers: int | None = None) -> Capabilities:
+    return CONSISTENT if options.view == "consistent" else MIRRORED
+
+
 plugin = Plugin(
     name="oneflow",
-    backend="unidist_oneflow.backend:OneFlowBackend",
+    backend="unidist_oneflow.backend:connect",
     options=OneFlowOptions,
     requires=("oneflow",),
-    capabilities=Capabilities(
-        mixed_precision="OneFlow 0.9 cannot multiply float16 or bfloat16 matrices on a CPU: train in float32",
-        compression="OneFlow's all-reduce takes gradients as they are: leave it out, or exchange less with sync_every=",
-        compile="in OneFlow a compiled step is an nn.Graph of global tensors: use view='consistent'",
-        gpu="written for CUDA, not run by the tests: they have no GPU",
-    ),
+    own_options=("node_rank", "verbose"),
+    capabilities=MIRRORED,
+    capabilities_for=capabilities,
     plan=plan,
+    place=place,
     bench="unidist_oneflow.bench",
+    bench_launch="unidist_oneflow.bench_launch",
+    recipe=RECIPE,
+    interface_variables=("NCCL_SOCKET_IFNAME",),
+    echoes=("Socket closed",),
+    names=ArrayNames(extra={"num_batches_tracked": "int64"}),
 )

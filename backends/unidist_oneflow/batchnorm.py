@@ -1,4 +1,5 @@
-"""Batch normalisation over all ranks. OneFlow's own normalises the part of each rank by itself, in both views."""
+"""Batch normalisation over all ranks. OneFlow's own normalises the part of each rank by itself, in both views; it takes
+a part of one row, and the running variance is not a number from then on."""
 
 from __future__ import annotations
 
@@ -8,10 +9,29 @@ from typing import Any
 import oneflow as flow
 from oneflow.nn.modules.batchnorm import _BatchNorm
 
+from unidist.plugin import World, single_row
+
 Tensor = Any
 
 
-class _Sum(flow.autograd.Function):
+class SingleRow:
+    """A hook before batch normalisation of this rank's rows alone."""
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._size = world.rank, world.world_size
+
+    def __call__(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        if module.training and inputs and inputs[0].ndim > 1 and inputs[0].numel() == inputs[0].shape[1]:
+            raise single_row(self._rank, self._size)
+
+
+def refuse_single_rows(model: Any, world: World) -> None:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            module.register_forward_pre_hook(SingleRow(world))
+
+
+class _Sum(flow.autograd.Function):  # type: ignore[misc]  # OneFlow is not there to be checked
     """A differentiable sum over ranks: the gradient of each rank's part is the sum of all ranks' gradients."""
 
     @staticmethod
@@ -23,7 +43,7 @@ class _Sum(flow.autograd.Function):
         return flow._C.local_all_reduce(gradient.contiguous(), inplace=False)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # OneFlow is not there to be checked
     """In training, statistics are those of the samples of all ranks together; otherwise plain batch normalisation."""
 
     is_padding: Callable[[], bool]  # whether this rank's rows are no samples, only there to take part
@@ -45,7 +65,10 @@ class SyncBatchNorm(_BatchNorm):
             spare = max(rows - 1, 1)
         else:
             own = flow.cat([total, squares, flow.full((1,), x.numel() / x.shape[1], dtype=flow.float64).to(x.device)])
-            whole = _Sum.apply(own * float(not self.is_padding()))
+            nothing = flow.full((1,), float(self.is_padding())).to(x.device).to(flow.bool)
+            whole = _Sum.apply(own.masked_fill(nothing, 0.0))
+            # A loss that weighs nothing has no gradient, though it may be not a number.
+            whole.register_hook(lambda gradient: flow.zeros_like(gradient) if self.is_padding() else gradient)
             total, squares, rows = whole[: x.shape[1]], whole[x.shape[1] : -1], whole[-1:]
             spare = (rows - 1).clamp(min=1)
         mean = total / rows

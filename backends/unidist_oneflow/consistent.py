@@ -12,7 +12,6 @@ import gc
 import sys
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,22 +20,15 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-from unidist.backend import Update
-from unidist.data.torch_shaped import map_tensors
-from unidist.errors import UnidistError
+from unidist.plugin import MicroBatch, UnidistError, Update, items_of, leaves_of, map_leaves
+from unidist_oneflow.agreement import Agreement
+from unidist_oneflow.batchnorm import SingleRow
 from unidist_oneflow.optimizers import set_rate
 from unidist_oneflow.variables import Variables
 
 if TYPE_CHECKING:
-    from unidist_oneflow.backend import OneFlowBackend, Prepared
+    from unidist_oneflow.models import OneFlowBackend, Prepared
 
-# What this view can do, where that is not what the mirrored one can.
-DIFFERENT: dict[str, bool | str] = {
-    "compile": True,
-    "spelled_out": "in the consistent view local batches and a global model only meet inside a step: use train_step, "
-    "or view='mirrored'",
-    "local_sgd": "in the consistent view a parameter is one global tensor, the same on every rank: use view='mirrored'",
-}
 GRAPHS = 4  # of a kind, for as many shapes of batches and settings of the optimizer; then others do without
 
 Tensor = Any
@@ -44,7 +36,8 @@ Body = Callable[..., tuple[Tensor, ...]]  # (model, variables, arguments) -> los
 
 
 class GlobalStep:
-    """One training step: `(batch, weight, sync, update) -> loss`, this rank's share of it, as a plain local tensor."""
+    """One training step: `(batch, micro, update) -> loss, mean weight`. The loss is this rank's share of it, as a plain
+    local tensor."""
 
     def __init__(
         self,
@@ -74,78 +67,92 @@ class GlobalStep:
         self._modules = list(model.modules())
         if compile and any(isinstance(each, nn.Dropout) for each in self._modules):
             self._run_eagerly("dropout in an nn.Graph draws the same numbers whatever the seed, and again when resumed")
-        self._agreed: set[int] = set()  # arguments of which all ranks have said that they have such, too
+        self._agreement = Agreement(backend)
         self._apart = False  # the ranks' arguments make no global batch, so each computes by itself
+        self._refuses_single_rows = any(
+            isinstance(hook, SingleRow) for each in self._modules for hook in each._forward_pre_hooks.values()
+        )
+        self._with_modes = [each for each in self._modules if _has_modes(each)]
         self._counters = [each for each in self._modules if getattr(each, "num_batches_tracked", None) is not None]
 
-    def __call__(self, batch: Sequence[Any], weight: float, sync: bool, update: Update | None) -> Tensor:
-        self._prepared.check_requires_grad()
-        if self._backend.uneven or not self._is_global(batch):
-            loss, summed = self._locally(batch, weight), False
-        else:
-            arguments = map_tensors(batch, flow.Tensor, self._to_global)
-            # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
-            summed = update is not None and not self._gradients.waiting
-            if summed and (whole := self._whole_step(batch, arguments, weight, update)) is not None:
-                return whole
-            loss, *flat = self._run(batch, arguments, weight, flow.sbp.broadcast if summed else flow.sbp.partial_sum)
-            self._gradients.add(flat)
-        if update is not None:
-            self._backend.apply_gradients(self._model, self._optimizer, update, summed)
-        return loss
+    def __call__(self, batch: Sequence[Any], micro: MicroBatch, update: Update | None) -> tuple[Tensor, Any]:
+        with self._backend.forward(self._model, micro):
+            shape = _shape_of(batch)
+            if micro.even is False or not self._is_global(batch, shape, micro):
+                loss = self._locally(batch, micro)
+            else:
+                arguments = map_leaves(self._to_global, batch)
+                # Where nothing was accumulated before, the sum over the ranks is a part of the graph too.
+                summed = update is not None and not self._gradients.waiting
+                whole = None
+                if update is not None and summed:
+                    whole = self._whole_step(shape, arguments, micro.weight, update)
+                if update is not None and whole is not None:
+                    return whole, 1.0 if update.rescale is not None else micro.weight
+                loss = self._globally(shape, arguments, micro, summed)
+        return loss, 1.0 if update is None else self._backend.apply(self._model, self._optimizer, update)
 
-    def _is_global(self, batch: Sequence[Any]) -> bool:
-        """Whether the ranks' arguments are parts of global tensors. The ranks compare what is new to them, and stay
-        apart once they differ: which of them has something new next time, the others could not know. (To compare at
-        every step took half as long as a small step, on a busy machine.)"""
-        own = zlib.crc32(_shape_of(batch).encode())
-        if not self._apart and own not in self._agreed:
-            self._agreed.add(own)
-            everyone = self._backend.all_gather(self._backend.from_numpy(np.array([own])))
-            self._apart = len({int(each.numpy()[0]) for each in everyone}) > 1
-            if self._apart:
-                self._run_eagerly("the ranks' batches differ in their shapes or plain values")
-            elif not all(each.ndim for each in _tensors(batch)):
-                self._apart = True
-                self._run_eagerly("a tensor without axes cannot be a part of a global one")
-        return not self._apart
+    def _is_global(self, batch: Sequence[Any], shape: str, micro: MicroBatch) -> bool:
+        """Whether the ranks' arguments are parts of global tensors, each of the same weight."""
+        if self._apart:
+            return False
+        tensors = _tensors_of(batch)
+        # A row of padding has the shape of a sample, so shapes alone do not tell.
+        if not self._agreement.reached(f"{shape} of weight {micro.weight!r}", micro.even):
+            self._apart = True
+            self._run_eagerly("the ranks' batches differ in their shapes, weights or plain values")
+        elif not all(each.ndim for each in tensors):
+            self._apart = True
+            self._run_eagerly("a tensor without axes cannot be a part of a global one")
+        # A graph calls no hooks, and this one is not to be missed.
+        alone = self._refuses_single_rows and any(each.ndim and each.shape[0] == 1 for each in tensors)
+        return not self._apart and not alone
 
-    def _locally(self, batch: Sequence[Any], weight: float) -> Tensor:
+    def _locally(self, batch: Sequence[Any], micro: MicroBatch) -> Tensor:
         """Parts that differ in size, or are empty, make no global tensor: each rank computes its own, by weight."""
-        self._gradients.clear_used()
         with self._backend.all_local():
             loss = self._loss_fn(self._model, *batch)
-            self._backend.backward(self._model, loss, weight)
-        self._gradients.waiting = True
+            self._backend.backward(self._model, loss, micro)
         return loss.detach()
 
-    def _whole_step(self, batch: Sequence[Any], arguments: Any, weight: float, update: Update) -> Tensor | None:
+    def _whole_step(self, shape: str, arguments: Any, weight: float, update: Update) -> Tensor | None:
         """The loss, after everything was done by one graph; None where none can."""
         assert self._update is not None
         if not self._compile or update.clip_norm is not None or not self._update.possible:
             return None
-        self._gradients.check_in_place()  # not needed here, but where a batch comes that cannot be compiled
         set_rate(self._optimizer, update.lr)
-        self._variables.set("factor", weight * update.rescale)
+        # The ranks' batches are alike, so the mean weight that the gradients are to be divided by is this one.
+        self._variables.set("factor", 1.0 if update.rescale is None else weight * update.rescale)
         self._update.begin()
-        what = f"{self._update.compiled_in} {_shape_of(batch)}"
+        what = f"{self._update.compiled_in} {shape}"
         results = self._compiled(self._updating, what, arguments, self._loss_and_update)
         if results is None:
             return None
         self._update.end()
-        return results[0].to_local()
+        loss = results[0].to_local()
+        self._backend.pace.told(loss)
+        return loss
 
-    def _run(self, batch: Sequence[Any], arguments: Any, weight: float, sbp: Any) -> list[Tensor]:
-        self._variables.set("factor", weight)
+    def _globally(self, shape: str, arguments: Any, micro: MicroBatch, summed: bool) -> Tensor:
+        """The loss; its gradients are added to those that wait, as sums over the ranks or as this rank's part."""
+        parts = self._backend.world.world_size / self._gradients.divisor
+        self._variables.set("factor", micro.weight if summed else micro.weight * parts)
+        sbp = flow.sbp.broadcast if summed else flow.sbp.partial_sum
         body = partial(self._loss_and_gradients, sbp=sbp)
-        results = self._compiled(self._differentiating, f"{sbp} {_shape_of(batch)}", arguments, body)
+        results = self._compiled(self._differentiating, f"{sbp} {shape}", arguments, body)
         if results is None:
             results = body(self._model, self._variables, arguments)
-        return [each.to_local() for each in results]
+        loss, *flat = (each.to_local() for each in results)
+        self._gradients.add(flat)
+        self._gradients.added(micro, summed)
+        self._backend.pace.told(loss)
+        return loss
 
-    def _to_global(self, tensor: Tensor) -> Tensor:
+    def _to_global(self, leaf: Any) -> Any:
+        if not isinstance(leaf, flow.Tensor):
+            return leaf
         # All ranks hold parts of one shape, so nothing has to be asked of the others.
-        return tensor.to_global(placement=self._placement, sbp=flow.sbp.split(0), check_meta=False)
+        return leaf.to_global(placement=self._placement, sbp=flow.sbp.split(0), check_meta=False)
 
     def _differentiate(self, model: Any, variables: Any, arguments: Any) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """In global tensors: this rank's share of the loss, and the gradients of `factor * loss` by parameter."""
@@ -178,20 +185,21 @@ class GlobalStep:
 
     def _compiled(self, graphs: dict[str, Any], what: str, arguments: Any, body: Body) -> tuple[Tensor, ...] | None:
         """The results of the graph for `what`; None when there is none."""
-        what += "".join("t" if each.training else "e" for each in self._modules)  # a graph keeps those it was traced in
+        what += "".join("t" if each.training else "e" for each in self._with_modes)  # it keeps those of its tracing
         if not self._compile or (what not in graphs and len(graphs) == GRAPHS):
             return None
         if len(self._backend._prepared) > 1:  # a graph does not wait for what is done to another model's parameters
             flow._oneflow_internal.eager.Sync()
+        tensors = _tensors_of(arguments)  # a graph would not look for them in everything that can hold some
         if what in graphs:
-            return self._count(graphs[what](arguments))
+            return self._count(graphs[what](tensors))
         _release_unused(self._backend)
-        graph = _StepGraph(self._model, self._variables, body, self._placement)
+        graph = _StepGraph(self._model, self._variables, body, arguments, self._placement)
         _alive.append((weakref.ref(self), graph))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "(?s).*not registered into a nn.Graph")  # another model of the loss
-                results = graph(arguments)
+                results = graph(tensors)
         except UnidistError:
             raise
         except Exception as error:  # whatever tracing a user's model raises
@@ -199,7 +207,7 @@ class GlobalStep:
             self._run_eagerly(f"nn.Graph cannot trace it ({type(error).__name__}: {reason.strip()[:200]})")
             return None
         finally:
-            graph.body = None  # it was only needed for tracing, and would keep this step alive
+            graph.body = graph.arguments = None  # only needed for tracing, and would keep this step alive
         graphs[what] = graph
         return self._count(results)
 
@@ -216,10 +224,10 @@ class GlobalStep:
         return results
 
 
-class _StepGraph(nn.Graph):
+class _StepGraph(nn.Graph):  # type: ignore[misc]  # OneFlow is not there to be checked
     """Gradients are only computed inside an nn.Graph that trains something: here a number nobody looks at."""
 
-    def __init__(self, model: Any, variables: Variables, body: Body, placement: Any) -> None:
+    def __init__(self, model: Any, variables: Variables, body: Body, arguments: Any, placement: Any) -> None:
         super().__init__()
         self.model, self.variables = model, variables
         self.nothing = nn.Linear(1, 1, bias=False, dtype=flow.float32).to_global(
@@ -227,9 +235,12 @@ class _StepGraph(nn.Graph):
         )
         self.add_optimizer(flow.optim.SGD(self.nothing.parameters(), lr=0.0))
         self.body: Body | None = body
+        self.arguments = arguments
 
-    def build(self, arguments: Any) -> tuple[Tensor, ...]:
+    def build(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert self.body is not None
+        coming = iter(tensors)
+        arguments = map_leaves(lambda leaf: next(coming) if isinstance(leaf, flow.Tensor) else leaf, self.arguments)
         results = self.body(self.model, self.variables, arguments)
         self.nothing(self.variables.factor.reshape(1, 1)).sum().backward()
         return results
@@ -254,17 +265,18 @@ def _release_unused(backend: OneFlowBackend) -> None:
         gc.collect()  # now, on every rank
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(batch, flow.Tensor, found.append)
-    return found
+def _has_modes(module: Any) -> bool:
+    """Whether a module may compute something else in training. Of OneFlow's own, few do, and they ask in `forward`."""
+    kind = type(module)
+    return not kind.__module__.startswith("oneflow.nn.") or "training" in kind.forward.__code__.co_names
 
 
 def _shape_of(value: Any) -> str:
     if isinstance(value, flow.Tensor):
         return f"{value.dtype}{tuple(value.shape)}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_shape_of(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_shape_of, value)) + "]"
-    return repr(value)
+    items = items_of(value)
+    return repr(value) if items is None else "{" + ",".join(f"{key}:{_shape_of(each)}" for key, each in items) + "}"
+
+
+def _tensors_of(value: Any) -> tuple[Tensor, ...]:
+    return tuple(each for each in leaves_of(value) if isinstance(each, flow.Tensor))

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 
-from unidist.errors import UsageError
-from unidist.world import World
+from unidist.plugin import UsageError, World, device_kind
 
 
 def pick_device(asked: str | None, gpus: int, world: World) -> str:
     """A GPU asked for and not there is an error."""
-    if asked is None:
-        asked = "cuda" if gpus else "cpu"
-    kind, _, index = {"gpu": "cuda"}.get(asked, asked).partition(":")
+    kind, index = device_kind(asked, gpus)
     if kind == "cpu":
         return "cpu"
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise UsageError(f"device is {asked!r}, it must be 'cpu', 'cuda' or 'cuda:N'")
-    wanted = int(index) if index else max(0, world.local_rank)
+    wanted = max(0, world.local_rank) if index is None else index
     if wanted >= gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         limited = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         raise UsageError(
-            f"device {asked!r} was asked for on local rank {world.local_rank}, but this host shows {gpus} "
+            f"device {asked or 'cuda'!r} was asked for on local rank {world.local_rank}, but this host shows {gpus} "
             f"GPU(s){limited}: start at most one process for each, or say device='cpu'"
         )
-    if index and wanted != world.local_rank:
+    if index is not None and wanted != world.local_rank:
         raise UsageError(
             f"device {asked!r} was asked for on local rank {world.local_rank}: OneFlow gives each process the GPU of "
             "its local rank; say device='cuda', and choose with CUDA_VISIBLE_DEVICES"

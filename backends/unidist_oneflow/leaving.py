@@ -1,55 +1,77 @@
-"""How a process ends: OneFlow's own way out waits for the other ranks, which after a failure may never come."""
+"""How a process ends. OneFlow's own way out waits for the other ranks, which after a failure may never come; and it
+aborts those that are left behind, in whatever they are doing. So a process that ends waits until nobody needs it."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+from unidist.plugin import Cause, CommunicationError, Peers, end_process, ending, say
+from unidist_oneflow.keeper import Keeper
+
+WEEK = 7 * 24 * 3600.0
 
 
 class Leaving:
-    """From `install` on, an uncaught exception is printed and ends the process at once."""
+    """From `install` on. `own_exit` is what OneFlow does at the end of the process."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell  # the other ranks, why this one goes
-        self._code: int | None = None  # of a failure that is on its way out
+    def __init__(self, peers: Peers | None, keeper: Keeper, own_exit: Callable[..., Any]) -> None:
+        self._peers, self._keeper, self._own_exit = peers, keeper, own_exit
+        self._left = self._failed = self._raised = False
 
     def install(self) -> None:
-        show: Hook = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            show(kind, error, trace)
-            self.now(130 if issubclass(kind, KeyboardInterrupt) else 1, f"{kind.__name__}: {error}")
-
-        sys.excepthook = hook
         atexit.register(self._at_exit)  # after oneflow's, so it runs before it
+        skipped = (self._at_exit, self._own_exit)
+        ending.offer(ending.Shortcut(self._cannot_leave_well, skipped, self._after_failure))
 
-    def failed(self) -> None:
-        """The Strategy is left by an exception. It may still be caught, or be a sys.exit, which has its own code."""
-        error = sys.exc_info()[1]
-        self._code = _exit_code(error) if isinstance(error, SystemExit) else 0
+    def leaves(self, failed: bool) -> None:
+        """The Strategy is left; after an exception, which may still be caught, the others may not be there any more."""
+        self._left, self._failed = True, failed
+        if not failed:
+            self._keeper.dismiss()
+        else:
+            ending.note_the_end()
 
-    def now(self, code: int, why: str) -> None:
-        self._tell(why)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+    def _cannot_leave_well(self, uncaught: BaseException | None) -> bool:
+        self._raised = uncaught is not None
+        return self._failed or self._raised
+
+    def _after_failure(self, code: int) -> None:
+        """An error that nobody caught has been told, and ends the others. One that was caught may not concern them."""
+        if self._peers is not None and not self._raised:
+            with contextlib.suppress(CommunicationError):
+                if self._outlast(self._peers, code) != "failed":
+                    self._keeper.dismiss()
 
     def _at_exit(self) -> None:
-        if self._code is not None:
-            self.now(self._code, f"it left early, with exit code {self._code}")
+        """The script has ended, and nobody has closed the Strategy: OneFlow may go when it is so on all ranks."""
+        peers = self._peers
+        if self._left or peers is None:
+            return
+        peers.control.on_push = _end_with_the_first
+        peers.control.on_loss = lambda why: _end_saying(f"rank {peers.rank} has lost the others ({why})")
+        try:
+            how = self._outlast(peers, 0)
+        except CommunicationError:  # another has failed, and was named
+            end_process(ending.code() or 1)
+        if how == "failed":
+            end_process(ending.code() or 1)
+        self._keeper.dismiss()
+        if how != "exits":  # OneFlow would wait for those who gave up
+            end_process(ending.code())
+
+    def _outlast(self, peers: Peers, code: int) -> str:
+        """How the ranks end, when all are there: see `Roll.outlasts`."""
+        return str(peers.control.ask("outlast", code=code, patience=WEEK)[0]["how"])
 
 
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
-    return 1
+def _end_with_the_first(header: dict[str, Any]) -> None:
+    if header["push"] == "failure":
+        _end_saying(str(Cause.from_data(header["cause"])))
+
+
+def _end_saying(why: str) -> None:
+    say(f"unidist: {why}")
+    end_process(ending.code() or 1)

@@ -7,17 +7,15 @@ from typing import Any
 import oneflow as flow
 from oneflow.utils import data
 
-from unidist.data import torch_shaped
-from unidist.data.source import OwnLoader
-from unidist.world import World
+from unidist.plugin import NativeLoader, World, torch_shaped
 
 
-def open_loader(loader: object, world: World) -> OwnLoader | None:
+def open_loader(loader: object, world: World) -> NativeLoader | None:
     return torch_shaped.open_loader(loader, data, world)
 
 
 @contextmanager
-def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, device: str) -> Iterator[Iterator[Any]]:
+def read_batches(source: NativeLoader, batches: Sequence[Sequence[int]] | None, device: str) -> Iterator[Iterator[Any]]:
     def ready(tensor: Any) -> Any:
         """On the device, with the same dtypes as arrays arrive: float64 as float32, labels int64."""
         if tensor.dtype == flow.float64 and not source.keep_float64:
@@ -31,7 +29,7 @@ def read_batches(source: OwnLoader, batches: Sequence[Sequence[int]] | None, dev
         yield (torch_shaped.map_tensors(batch, flow.Tensor, ready) for batch in reading)
 
 
-class _Part(torch_shaped.Part, data.IterableDataset):
+class _Part(torch_shaped.Part, data.IterableDataset):  # type: ignore[misc]  # OneFlow is not there to be checked
     def as_worker(self) -> tuple[int, int]:
         info = data.get_worker_info()
         data._utils.worker._worker_info = None

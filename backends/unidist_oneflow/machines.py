@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import array
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from unidist.errors import WorldError
-from unidist.world import World
+import unidist
+from unidist.plugin import World, WorldError, network
 from unidist_oneflow import DEFAULT_CTRL_PORT, OneFlowOptions
 
 
@@ -21,14 +17,16 @@ def place(found: World, options: OneFlowOptions) -> World:
     """The World that the options describe; what a launcher has said is kept, and has to agree with them. Only the port
     may be another one."""
     if options.ctrl_port is not None and found.world_size > 1:
-        found = replace(found, master_port=options.ctrl_port)
+        found = replace(found, master_port=options.ctrl_port, port_taken=False)
+    if len(options.machine or ()) > 1:
+        found = replace(found, rivals=options.machine[1:])
     if not options.describes_cluster:
         return found
     nodes, per_node = len(options.machine or ("here",)), options.gpu_device_num
     if found.source == "none":
         if (per_node or 1) > 1:
             start_all_processes(options)
-        return world_of(options, 0, 1)
+        return replace(world_of(options, 0, 1), rivals=found.rivals)
     expected = nodes * (per_node or found.local_world_size or 1)
     if (options.machine is not None or found.num_nodes == 1) and found.world_size != expected:
         raise WorldError(
@@ -76,28 +74,15 @@ def node_rank(options: OneFlowOptions) -> int:
 
 
 def is_own(address: str) -> bool:
-    """Only an address of this host can be bound."""
     try:
-        family, _, _, _, (number, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0]
+        return network.is_own(network.resolve(address))
     except OSError as error:
         raise WorldError(f"machine lists {address!r}, which this host cannot resolve ({error.strerror})") from None
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((number, 0))
-        except OSError:
-            return False
-    return True
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this host, loopback last: for a person to compare."""
-    space = array.array("B", bytes(64 * 40))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
-        request = struct.pack("iL", len(space), space.buffer_info()[0])
-        length = struct.unpack("iL", fcntl.ioctl(asked, 0x8912, request))[0]  # SIOCGIFCONF
-        found = [socket.inet_ntoa(space[i + 20 : i + 24].tobytes()) for i in range(0, length, 40)]
-        return sorted(dict.fromkeys(found), key=lambda each: each.startswith("127."))
-    return []
+    """Loopback last: for a person to compare."""
+    return sorted(network.addresses().values(), key=network.is_loopback)
 
 
 def start_all_processes(options: OneFlowOptions) -> None:
@@ -123,6 +108,6 @@ def start_all_processes(options: OneFlowOptions) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__import__("unidist").__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
+        filter(None, [str(Path(str(unidist.__file__)).resolve().parents[1]), os.environ.get("PYTHONPATH")])
     )
     os.execv(sys.executable, command)

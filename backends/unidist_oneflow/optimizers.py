@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import oneflow as flow
 
-from unidist import SGD, Adam, AdamW, OptimizerSpec
-from unidist.errors import UsageError
+from unidist.plugin import (
+    SGD,
+    Adam,
+    AdamW,
+    OptimizerSpec,
+    StateError,
+    UsageError,
+    check_own_parameters,
+    check_range,
+    expect,
+)
 
 # What unidist's checkpoints call an optimizer's tensors, so that another framework can read them.
 PORTABLE = {"momentum_buf": "velocity", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
+NATIVE = {portable: key for key, portable in PORTABLE.items()}
+KERNELS = {"contiguous_params", "fused"}  # settings that do not change what is computed
 
 
 def native(spec: OptimizerSpec, parameters: list[Any]) -> Any:
@@ -38,14 +50,25 @@ def check(optimizer: Any, model: Any) -> None:
         raise UsageError(
             f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or an oneflow.optim one"
         )
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group.parameters]
-    strangers = sum(each not in own for each in held)
-    if strangers:
-        raise UsageError(
-            f"{strangers} of the optimizer's {len(held)} parameters are not the model's: make it from this model's "
-            "parameters(), after any copy or conversion of the model"
-        )
+    held = [parameter for group in optimizer.param_groups for parameter in group.parameters]
+    check_own_parameters(held, model.parameters())
+
+
+def guard(optimizer: Any, allowed: Callable[[Any], bool]) -> None:
+    """Called by the user, its step would apply what this rank has computed, and part the ranks."""
+    own = weakref.ref(optimizer)  # the optimizer must not keep itself alive
+    replaced = vars(optimizer).get("step")
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        optimizer = own()
+        if optimizer is None or not allowed(optimizer):
+            raise StateError(
+                "optimizer.step() was called directly, so this rank would go its own way: leave it to the callable of "
+                "strategy.train_step, or write strategy.backward(loss) and strategy.step(optimizer)"
+            )
+        return replaced(*arguments, **named) if replaced else type(optimizer).step(optimizer, *arguments, **named)
+
+    optimizer.step = step
 
 
 def set_rate(optimizer: Any, rate: float | None) -> None:
@@ -66,24 +89,37 @@ def state(named: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], dic
     return tensors, {"kind": type(optimizer).__name__, "step": optimizer._state["step"], "groups": groups}
 
 
-def load_state(
+def checked_state(
     named: Mapping[str, Any],
     optimizer: Any,
     arrays: Mapping[str, np.ndarray],
     values: Mapping[str, Any],
     from_numpy: Callable[[np.ndarray], Any],
     with_settings: bool,
-) -> None:
-    keys = {portable: key for key, portable in PORTABLE.items()}
-    steps = [int(array) for name, array in arrays.items() if name.endswith("/step")]
-    optimizer._state["step"] = values.get("step", max(steps, default=0))
-    for parameter in named.values():
-        optimizer._state[parameter] = {}
-    for name, array in arrays.items():
-        owner, _, key = name.rpartition("/")
-        if key != "step":
-            parameter = named[owner]
-            optimizer._state[parameter][keys.get(key, key)] = from_numpy(np.array(array)).to(parameter.dtype)
-    if with_settings:  # a native optimizer's settings come from the checkpoint
-        for group, saved in zip(optimizer.param_groups, values.get("groups", []), strict=False):
-            group.options.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
+) -> Callable[[], None]:
+    """What takes it back, when all of it is what an optimizer of this kind has. `with_settings`: those of a native
+    optimizer come from the checkpoint."""
+    own = [dict(group.options) for group in optimizer.param_groups]
+    groups = expect.optimizer(values, type(optimizer).__name__, len(own))
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    slots = expect.slots(arrays, shapes, values["kind"])
+    for name, kept in slots.items():
+        for slot, array in kept.items():
+            check_range(f"the optimizer's {name}/{slot}", array, named[name].dtype)
+    counts = [expect.count(f"{name}/step", each["step"]) for name, each in slots.items() if "step" in each]
+    step = expect.whole("the optimizer's step", values.get("step", max(counts, default=0)))
+    pairs = enumerate(zip(groups, own, strict=True)) if with_settings else ()
+    settings = [expect.settings(f"the optimizer's group {n}", *pair, KERNELS) for n, pair in pairs]
+
+    def put() -> None:
+        optimizer._state["step"] = step
+        for name, parameter in named.items():
+            optimizer._state[parameter] = {
+                NATIVE.get(slot, slot): from_numpy(np.array(array)).to(parameter.dtype)
+                for slot, array in slots.get(name, {}).items()
+                if slot != "step"
+            }
+        for group, saved in zip(optimizer.param_groups, settings, strict=False):
+            group.options.update(saved)
+
+    return put

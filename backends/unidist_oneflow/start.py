@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -13,12 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from unidist.errors import BackendUnavailable, CommunicationError, StateError
-from unidist.world import World
+from unidist.plugin import BackendUnavailable, CommunicationError, StateError, World, say
+from unidist_oneflow import graph_queue
 
 # In this order: each needs symbols of those before it.
 LIBRARIES = (
@@ -41,8 +42,11 @@ def check_not_imported() -> None:
         )
 
 
-def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_folder: Path) -> Any:
-    """Import oneflow as this rank of the cluster. The ranks have met before, so all of them are on their way here."""
+def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_folder: Path) -> Callable[..., Any]:
+    """Import oneflow as this rank of the cluster. The ranks have met before, so all of them are on their way here.
+
+    Gives what it wants to be called at the end of the process.
+    """
     os.environ.update(
         MASTER_ADDR=str(world.master_addr),
         MASTER_PORT=str(world.master_port),
@@ -55,15 +59,12 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
         os.environ.setdefault("GLOG_minloglevel", "3")  # it complains about missing GPUs again and again
     # With oneDNN, log_softmax is off by 3e-6 on a CPU (3e-7 without), and nothing was seen to be faster for it.
     os.environ.setdefault("ONEFLOW_ENABLE_ONEDNN_OPTS", "0")
-    if graphs:
-        let_wakers_go_on()
-    preload_libraries()
     waiting = WaitForMaster(world, timeout)
     if world.rank > 0:
         sys.meta_path.insert(0, waiting)
     try:
-        with without_proxies(), contextlib.nullcontext() if verbose else quiet():
-            flow = importlib.import_module("oneflow")
+        with without_proxies(), contextlib.nullcontext() if verbose else quiet(), registered_at_exit() as registered:
+            importlib.import_module("oneflow")
     except ImportError as error:
         raise BackendUnavailable(
             f"oneflow cannot be imported by {sys.executable}: {error}. Its wheel is a CUDA build and needs cuBLAS 11 "
@@ -72,9 +73,15 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
     finally:
         if waiting in sys.meta_path:
             sys.meta_path.remove(waiting)
+    if graphs and not graph_queue.mend() and world.rank == 0:
+        say(
+            "unidist: this is not the build of OneFlow that is known here: a small nn.Graph of it may end its process "
+            "(SIGSEGV), about once in 10,000 steps on a busy machine. graph=False does without."
+        )
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, handler)  # OneFlow put its own beneath Python's: no KeyboardInterrupt came
-    return flow
+    [own_exit] = [each for each in registered if getattr(each, "__module__", None) == "oneflow"]
+    return own_exit
 
 
 class WaitForMaster:
@@ -103,14 +110,20 @@ class WaitForMaster:
             time.sleep(0.02)
 
 
-def let_wakers_go_on() -> None:
-    """A thread of ours that is woken waits for its turn, instead of pushing the one that woke it off its core.
+@contextlib.contextmanager
+def registered_at_exit() -> Iterator[list[Callable[..., Any]]]:
+    """What is given to atexit.register inside: OneFlow deletes the name of what it gives."""
+    register, given = atexit.register, list[Callable[..., Any]]()
 
-    OneFlow 0.9 starts an nn.Graph's run and only then notes that it runs. On a busy machine a small graph was seen to
-    end before that, about once in 10,000 steps, and the process with it (a fault in DequeueNNGraph).
-    """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux, or forbidden
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    def noting(function: Callable[..., Any], /, *values: Any, **named: Any) -> Callable[..., Any]:
+        given.append(function)
+        return register(function, *values, **named)
+
+    atexit.register = noting
+    try:
+        yield given
+    finally:
+        atexit.register = register
 
 
 def preload_libraries() -> None:

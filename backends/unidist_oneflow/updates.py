@@ -7,7 +7,8 @@ rate, and a checkpoint finds everything where it always is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import oneflow as flow
@@ -15,6 +16,8 @@ import oneflow as flow
 from unidist_oneflow.variables import Faces
 
 Tensor = Any
+
+AT_ONCE = 8  # parameters whose state is looked at in a step: its cost must not grow with their number
 
 
 class Kernel(NamedTuple):
@@ -48,6 +51,8 @@ class GraphUpdate:
         self._adam = not isinstance(optimizer, flow.optim.SGD)
         self._step = optimizer.step
         self._shared: dict[str, Tensor] = {}  # local tensors of the optimizer's state, by name of the variable
+        self._sharing: list[tuple[str, ...]] = []  # what kernels need of it, for each group
+        self._in_turn: Iterator[tuple[Tensor, str, Tensor]] = iter(())  # parameter, key of its state, what is shared
 
     @property
     def possible(self) -> bool:
@@ -73,12 +78,20 @@ class GraphUpdate:
             kernel = self._kernel(group)
             for name in kernel.numbers:
                 self._variables.set(f"{name}{n}", group[name])
-            for m, parameter in enumerate(group.parameters):
-                if parameter.requires_grad:
-                    for key in kernel.state:
-                        self._share(f"{key}{n}_{m}", parameter, key)
+        sharing = [self._kernel(group).state for group in self._optimizer.param_groups]
+        # Who replaces the state of one parameter does so for all of them; to look at all in each step would take long.
+        some = islice(self._in_turn, AT_ONCE)
+        if sharing != self._sharing or any(state[parameter].get(key) is not shared for parameter, key, shared in some):
+            self._sharing = sharing
+            self._in_turn = cycle(list(self._share_all()))
 
-    def _share(self, name: str, parameter: Tensor, key: str) -> None:
+    def _share_all(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        for n, (group, keys) in enumerate(zip(self._optimizer.param_groups, self._sharing, strict=True)):
+            for m, parameter in enumerate(group.parameters):
+                for key in keys if parameter.requires_grad else ():
+                    yield parameter, key, self._share(f"{key}{n}_{m}", parameter, key)
+
+    def _share(self, name: str, parameter: Tensor, key: str) -> Tensor:
         own = self._optimizer._state[parameter]
         if name not in self._shared:
             if key not in own:
@@ -89,6 +102,7 @@ class GraphUpdate:
         if own.get(key) is not shared:  # a checkpoint was loaded
             shared.copy_(own[key]) if key in own else shared.zero_()
             own[key] = shared
+        return shared
 
     def trace(self, variables: Any, gradients: Mapping[Tensor, Tensor]) -> None:
         """Inside a graph: `gradients` by local parameter, `variables` as the graph shows them."""

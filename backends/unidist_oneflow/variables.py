@@ -19,7 +19,7 @@ def global_twin(own: Tensor, placement: Any) -> Tensor:
     return nn.Parameter(whole, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else whole
 
 
-class Variables(nn.Module):
+class Variables(nn.Module):  # type: ignore[misc]  # OneFlow is not there to be checked
     """What graphs of one model read and write beside its parameters. (A number that was an input of a graph would wake
     one more of OneFlow's threads in each step; one that was none would be compiled in.)"""
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from unidist import Capabilities, Plugin
-from unidist.errors import UsageError
+from unidist.plugin import ArrayNames, Capabilities, Plugin, check_choice, check_flag, check_positive
+from unidist_torch.recipe import RECIPE
 
-TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
+Transport = Literal["auto", "gloo", "nccl", "mpi"]
 
 
 @dataclass(frozen=True)
 class TorchOptions:
     """`transport` carries the gradients: "auto" takes nccl on GPUs and gloo on CPUs. The rest are DDP's own knobs."""
 
-    transport: str = "auto"
+    transport: Transport = "auto"
     collective_timeout: float = 1800.0  # seconds that a rank waits inside a collective for the others
     bucket_cap_mb: float = 25.0
     find_unused_parameters: bool = False
@@ -22,15 +23,11 @@ class TorchOptions:
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise UsageError(f"transport is {self.transport!r}, it must be one of {', '.join(TRANSPORTS)}")
+        check_choice("transport", self.transport, get_args(Transport))
         for name in ("collective_timeout", "bucket_cap_mb"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise UsageError(f"{name} is {value!r}, it must be a number above 0")
+            check_positive(name, getattr(self, name))
         for name in ("find_unused_parameters", "static_graph", "broadcast_buffers"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} is {getattr(self, name)!r}, it must be true or false")
+            check_flag(name, getattr(self, name))
 
 
 plugin = Plugin(
@@ -39,5 +36,11 @@ plugin = Plugin(
     options=TorchOptions,
     requires=("torch",),
     bench="unidist_torch.bench",
+    bench_launch="unidist_torch.bench_launch",
+    recipe=RECIPE,
+    interface_variables=("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    echoes=("recvValue failed", "Socket closed"),
+    # DataParallel, DDP and torch.compile. A BatchNorm uses its count of batches only where its momentum is None.
+    names=ArrayNames(wrappers=("module.", "_orig_mod."), extra={"num_batches_tracked": "int64"}),
     capabilities=Capabilities(gpu="written for CUDA with NCCL, not run by the tests: they have no GPU"),
 )

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
-import socket
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from unidist import Features, World
-from unidist.backend import Reduction
-from unidist.errors import CommunicationError, PeerFailed, StateError, UnsupportedOperation, UsageError
-from unidist_torch import TorchOptions, compression, plugin
+from unidist.plugin import (
+    CommunicationError,
+    Features,
+    MicroBatch,
+    PeerFailed,
+    Reduction,
+    StateError,
+    UnsupportedOperation,
+    UsageError,
+    World,
+)
+from unidist_torch import TorchOptions, plugin
 from unidist_torch.devices import pick_transport
+from unidist_torch.meeting import MeetingStore
 from unidist_torch.models import TorchModels
+from unidist_torch.reducer import Reducer
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_chosen: dict[str, str] = {}  # what was not the user's choice, but ours
 REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -32,7 +45,12 @@ class TorchBackend(TorchModels):
         available = {name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()}
         transport, why = pick_transport(options.transport, self.device, available)
         self.transport = f"{transport} ({why})"
+        self._reducers: weakref.WeakKeyDictionary[Any, Reducer] = weakref.WeakKeyDictionary()
+        self._frozen: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        hook = sys.excepthook
         self._meet(transport, timeout)
+        if world.source == "unidist":
+            sys.excepthook = hook  # torch's own writes "[rank1]:" before each line, and the launcher does so already
 
     def _meet(self, transport: str, timeout: float) -> None:
         if dist.is_initialized():
@@ -45,42 +63,25 @@ class TorchBackend(TorchModels):
         if transport == "mpi":
             dist.init_process_group(**group)  # the MPI library knows who is there
             return
-        if world.world_size == 1:
+        if world.peers is None:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **group)
             return
-        if world.master_addr is None or world.master_port is None:
-            raise UsageError(
-                f"{world.source} does not say where rank 0 is: set MASTER_ADDR and MASTER_PORT for every process, "
-                "or start with `unidist run`"
-            )
-        if world.master_addr in ("127.0.0.1", "localhost", "::1") and "lo" in dict(
-            map(reversed, socket.if_nameindex())
-        ):
-            # Left alone, gloo listens on whatever the hostname resolves to, which need not be reachable, nor local.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # Under torchrun its agent hosts the store and no rank listens. In a process started otherwise, an inherited
-        # flag would make every rank wait for an agent that is not there.
-        agent = world.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # Held as long as the group, which calls into it from C++.
+        self._store = MeetingStore(world.peers, timeout)
+        _use_interface(world)
         try:
-            store = dist.TCPStore(
-                world.master_addr,
-                world.master_port,
-                world.world_size,
-                is_master=world.rank == 0 and not agent,
-                timeout=timedelta(seconds=timeout),
-                multi_tenant=not agent,
-            )
-            dist.init_process_group(store=store, rank=world.rank, world_size=world.world_size, **group)
+            dist.init_process_group(store=self._store, rank=world.rank, world_size=world.world_size, **group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {world.rank} of {world.world_size} could not meet the others at "
-                f"{world.master_addr}:{world.master_port} within {timeout:g} s. Are all ranks started, is the address "
-                f"that of rank 0's host, and is the port free there? torch says: {str(error).splitlines()[0]}"
+                f"rank {world.rank} of {world.world_size} has met the others, but could not connect to them from "
+                f"{world.peers.address} (interface {world.peers.interface}) within {timeout:g} s: do firewalls let all "
+                f"ports through between the hosts? torch says: {str(error).splitlines()[0]}"
             ) from error
 
     def close(self, failed: bool) -> None:
+        super().close(failed)
         if not failed:
-            self.barrier()  # rank 0 hosts the store: it must not leave first
+            self.barrier()
             dist.destroy_process_group()
             return
         # Left undestroyed, the group's threads make the process abort at its end and hide its own error; but destroying
@@ -132,64 +133,64 @@ class TorchBackend(TorchModels):
 
     # -- models
 
-    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
+    def check_prepare(self, model: Any, optimizer: Any) -> None:
         if isinstance(model, DistributedDataParallel):
+            raise UsageError("the model is wrapped in DistributedDataParallel already: pass the module inside")
+        super().check_prepare(model, optimizer)
+
+    def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
+        if self.options.static_graph and (features.accumulate or features.local):
             raise UsageError(
-                "the model is wrapped in DistributedDataParallel already: pass the bare module, prepare wraps it"
+                "static_graph=True does not go with accumulate= or sync_every=: DDP's static graph has no backward "
+                "without an exchange. Leave it out"
             )
         model, optimizer = self.ready(model, optimizer, features)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            # DDP refuses such a model; all it would do is the broadcast.
+        self._frozen[model] = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+        if optimizer is None or not any(parameter.requires_grad for parameter in model.parameters()):
+            # There is nothing to exchange, and DDP refuses a model without gradients.
             self.load_state(model, {k: self.to_numpy(self.broadcast(v, 0)) for k, v in self.state(model).items()})
             return model, optimizer
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self._device.index] if self._device.type == "cuda" else None,
-            bucket_cap_mb=self.options.bucket_cap_mb,
-            find_unused_parameters=self.options.find_unused_parameters,
-            static_graph=self.options.static_graph,
-            gradient_as_bucket_view=True,
-            # True is DDP's default; to name it would bring its warning about the name.
-            **({} if self.options.broadcast_buffers else {"broadcast_buffers": False}),
-        )
-        if features.compression is not None:
-            compression.register(wrapped, features.compression)
-        self.set_precision(wrapped, features)
-        return wrapped, optimizer
-
-    def unwrap(self, model: Any) -> Any:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    @contextmanager
-    def evaluate(self, model: Any) -> Iterator[None]:
-        bare = self.unwrap(model)
-        outermost = bare is not model and "forward" not in model.__dict__
-        if outermost:
-            model.forward = bare.__call__  # not DDP's: it communicates
-        try:
-            with super().evaluate(model):
-                yield
-        finally:
-            if outermost:
-                del model.forward
+        self._reducers[model] = Reducer(model, self._device, self.options, features)
+        self.share_buffers(model)
+        self.set_precision(model, features)
+        return model, optimizer
 
     # -- a training step
 
-    def forward(self, model: Any, sync: bool) -> AbstractContextManager[None]:
-        if model in self._precision:
-            return self._mixed(model, sync)
-        return nullcontext() if sync else model.no_sync()
+    def forward(self, model: Any, micro: MicroBatch) -> AbstractContextManager[None]:
+        if self.options.broadcast_buffers and not self.in_group(model):
+            self.share_buffers(model)
+        return super().forward(model, micro)
 
-    @contextmanager
-    def _mixed(self, model: Any, sync: bool) -> Iterator[None]:
-        with nullcontext() if sync else model.no_sync(), torch.autocast(self._device.type, self._precision[model]):
-            yield
+    def differentiate(self, model: Any, loss: torch.Tensor, micro: MicroBatch) -> None:
+        for name, parameter in self._frozen[model].items():
+            if parameter.requires_grad:  # DDP has fixed what it exchanges: it would go its own way on every rank
+                raise StateError(
+                    f"parameter {name} was unfrozen after prepare(), which has settled what is exchanged: set "
+                    "requires_grad before it, or prepare the model again"
+                )
+        self._reducers[model].backward(loss, micro)
 
-    def average(self, model: Any, what: Literal["gradients", "parameters"]) -> None:
-        for alike in self.averaged(model, what):
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            with self._translated(f"average {what}", flat):
-                dist.all_reduce(flat)
-            parts = flat.div_(self.world.world_size).split([tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+    def take_mean_weight(self, model: Any) -> float | torch.Tensor:
+        return self._reducers[model].take_mean_weight()
+
+    def clear_gradients(self, model: Any) -> None:
+        super().clear_gradients(model)
+        if model in self._reducers:  # not where all of it is frozen
+            self._reducers[model].clear()
+
+    def average_alike(self, tensors: list[torch.Tensor], what: str) -> None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        with self._translated(what, flat):
+            dist.all_reduce(flat)
+        parts = flat.div_(self.world.world_size).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _use_interface(world: World) -> None:
+    """Left alone, gloo listens on whatever the hostname resolves to, which need not be reachable, nor local."""
+    assert world.peers is not None
+    for name in INTERFACES:
+        if os.environ.get(name, "") == _chosen.get(name, "") and world.peers.interface:
+            os.environ[name] = _chosen[name] = world.peers.interface

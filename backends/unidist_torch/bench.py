@@ -1,6 +1,10 @@
 """What `unidist bench step --backend torch` compares: DDP as its tutorial writes it, and the same through unidist."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +18,13 @@ import unidist
 SAMPLES, FEATURES, CLASSES, BATCH = 12800, 784, 10, 64
 
 
-def contestants(strategy):
+def contestants(strategy: unidist.Strategy) -> dict[str, Callable[[int], None]]:
     numbers = np.random.RandomState(0)
     x = numbers.standard_normal((SAMPLES, FEATURES)).astype(np.float32)
     y = numbers.randint(0, CLASSES, SAMPLES)
     dataset = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-    def data_loader():
+    def data_loader() -> DataLoader[Any]:
         return DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset, seed=0))
 
     by_hand = DistributedDataParallel(mlp())
@@ -28,19 +32,19 @@ def contestants(strategy):
 
     batches = endless(data_loader())
 
-    def hand_written(steps):
+    def hand_written(steps: int) -> None:
         for inputs, labels in islice(batches, steps):
             loss = nn.functional.cross_entropy(by_hand(inputs), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    def through_unidist(loader):
+    def through_unidist(loader: Iterable[Any]) -> Callable[[int], None]:
         model, own = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
         step = strategy.train_step(model, own, lambda m, inputs, labels: nn.functional.cross_entropy(m(inputs), labels))
         own_batches = endless(loader)
 
-        def run(steps):
+        def run(steps: int) -> None:
             for inputs, labels in islice(own_batches, steps):
                 step(inputs, labels)
 
@@ -53,11 +57,11 @@ def contestants(strategy):
     }
 
 
-def mlp():
+def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, CLASSES))
 
 
-def endless(loader):
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from loader

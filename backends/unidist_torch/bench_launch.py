@@ -1,5 +1,7 @@
 """What `unidist bench launch --backend torch` starts: as little as possible up to the first all-reduce."""
 
+from unidist.plugin import Start, ranks_by_hand
+
 FIRST_COLLECTIVE = """\
 import time
 import torch
@@ -14,5 +16,6 @@ dist.destroy_process_group()
 """
 
 
-def native_launcher(python: str, nproc: int, port: int) -> tuple[str, list[str]]:
-    return "torchrun", [python, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", f"--master-port={port}"]
+def starts(python: str, script: str, nproc: int, port: int) -> dict[str, list[Start]]:
+    torchrun = [python, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", f"--master-port={port}"]
+    return {"by hand": ranks_by_hand([python, script], nproc, port), "torchrun": [([*torchrun, script], {})]}

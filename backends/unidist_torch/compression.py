@@ -1,25 +1,42 @@
 """Gradients that travel lighter: DDP communication hooks. Each gets a bucket and returns the future of its mean."""
 
+# DDP compares a hook's annotations with its classes, so they must not be left as text by `from __future__`.
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from unidist import PowerSGD, TopK
+from unidist.plugin import Compression, PowerSGD, TopK
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def register(model, compression) -> None:
-    if compression == "fp16":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif compression == "bf16":
-        model.register_comm_hook(None, bfloat16)
-    elif isinstance(compression, PowerSGD):
-        state = powerSGD_hook.PowerSGDState(None, compression.rank, compression.start)
-        model.register_comm_hook(state, thin_matrices)
+def register(model: DistributedDataParallel, compression: Compression, weights: nn.Parameter) -> None:
+    """`weights` is a parameter that travels as it is, in a bucket of its own."""
+    state: powerSGD_hook.PowerSGDState | Waiting | None = None
+    hook: Hook
+    if isinstance(compression, PowerSGD):
+        state, hook = powerSGD_hook.PowerSGDState(None, compression.rank, compression.start), thin_matrices
     elif isinstance(compression, TopK):
-        model.register_comm_hook(Waiting(compression.ratio), largest_part)
+        state, hook = Waiting(compression.ratio), largest_part
+    else:
+        hook = default_hooks.fp16_compress_hook if compression == "fp16" else bfloat16
+
+    def spare_weights(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not any(each is weights for each in bucket.parameters()):
+            return hook(state, bucket)
+        if isinstance(state, powerSGD_hook.PowerSGDState):
+            state.maybe_increase_iter(bucket)  # it counts updates at the last bucket, which may be this one
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model.register_comm_hook(state, spare_weights)
 
 
-def bfloat16(_, bucket):
+def bfloat16(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch has such a hook too, but lets it run on GPUs only."""
     size = dist.get_world_size()
     small = bucket.buffer().to(torch.bfloat16).div_(size)
@@ -27,7 +44,7 @@ def bfloat16(_, bucket):
     return waiting.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def thin_matrices(state, bucket):
+def thin_matrices(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's PowerSGD, finished before it returns. Its hook starts further all-reduces when others are done: those
     of several buckets would come in another order on each rank, and wait for each other for ever."""
     done = torch.futures.Future()
@@ -38,11 +55,12 @@ def thin_matrices(state, bucket):
 class Waiting:
     """What was too small to be sent yet. By parameter, not by bucket: DDP rearranges buckets after the first step."""
 
-    def __init__(self, ratio):
-        self.ratio, self.rest = ratio, {}
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+        self.rest: dict[nn.Parameter, torch.Tensor] = {}
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not there to be checked
 def largest_part(state: Waiting, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The largest part of each gradient travels; the rest waits until it is large enough."""
     gradient, size, parameters = bucket.buffer(), dist.get_world_size(), bucket.parameters()

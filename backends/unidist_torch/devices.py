@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from unidist.errors import UsageError
-from unidist.world import World
+from unidist.plugin import UsageError, World, device_kind
 
 
 def pick_device(asked: str | None, gpus: int, world: World, visible: str | None) -> str:
     """`gpus` is what torch can see, `visible` is CUDA_VISIBLE_DEVICES. A GPU asked for and not there is an error."""
-    if asked is None:
-        asked = "cuda" if gpus else "cpu"
-    kind, _, index = {"gpu": "cuda"}.get(asked, asked).partition(":")
+    kind, index = device_kind(asked, gpus)
     if kind == "cpu":
         return "cpu"
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise UsageError(f"device is {asked!r}, it must be 'cpu', 'cuda' or 'cuda:N'")
     limited = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     if gpus == 0:
         raise UsageError(
             f"device {asked!r} was asked for, but torch sees no GPU{limited}. Say device='cpu' to do without."
         )
-    if index:
-        if int(index) >= gpus:
+    if index is not None:
+        if index >= gpus:
             raise UsageError(f"device {asked!r} was asked for, but torch sees {gpus} GPU(s){limited}")
         return f"cuda:{index}"
     if world.local_rank < gpus:

@@ -7,13 +7,16 @@ from functools import partial
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
+from mxnet_exact_checks import *  # noqa: F403
+from mxnet_state_checks import *  # noqa: F403
 
 from unidist import SGD, Adam
 from unidist.errors import CheckpointError, RanksDisagree, StateError, UnsupportedOperation, UsageError
 from unidist.testing import reference
 from unidist.testing.case import check, close, refused
+from unidist.training.pace import MOST
 from unidist_mxnet.zoo import *  # noqa: F403
-from unidist_mxnet.zoo import cross_entropy
+from unidist_mxnet.zoo import cross_entropy, set_trained, with_buffers
 
 
 def train(case, model, optimizer, samples=40, epochs=1, loss_fn=cross_entropy, clip_norm=None, **how):
@@ -531,3 +534,95 @@ def collectives_in_pieces_over_horovod(case):
     assert [each[1000] for each in gathered] == [1000 + rank for rank in range(case.size)]
     assert all((np.diff(each) == 1).all() for each in (*gathered, last))
     assert last[0] == case.size - 1
+
+
+# -- beside the straight road ----------------------------------------------------------------------------------
+
+
+@check
+def convolutions_whose_shapes_come_late(case):
+    """Evaluation lays their weights out as oneDNN likes it, which neither a store nor Horovod can read."""
+    for make in (small_convolutions, lambda: mx.gluon.model_zoo.vision.resnet18_v1(classes=4, thumbnail=True)):
+        mx.random.seed(100 + case.rank)
+        model = make()
+        model.initialize(mx.init.Xavier())
+        model.hybridize()
+        model, optimizer = case.strategy.prepare(model, SGD(0.01))
+        step = case.strategy.train_step(model, optimizer, cross_entropy)
+        x = mx.nd.array(np.random.RandomState(case.rank).standard_normal((2, 3, 16, 16)))
+        for _ in range(2):
+            step(x, mx.nd.array([0, 1])).wait_to_read()
+            with case.strategy.evaluate(model):
+                own = model(mx.nd.ones((1, 3, 16, 16))).asnumpy()
+            for theirs in case.strategy.all_gather(own):
+                close([theirs], [own], tolerance=0)
+        case.backend.load_state(model, {k: case.backend.to_numpy(v) for k, v in case.backend.state(model).items()})
+        step(x, mx.nd.array([0, 1])).wait_to_read()
+
+
+def small_convolutions():
+    model = nn.HybridSequential()
+    model.add(nn.Conv2D(16, 3, padding=1), nn.BatchNorm(), nn.Conv2D(32, 3, padding=1), nn.Flatten(), nn.Dense(4))
+    return model
+
+
+@check
+def trainers_of_ones_own_are_refused(case):
+    """One that was made before prepare and not given to it, one made afterwards, and the optimizer's own update."""
+    model = case.mlp()
+    early = mx.gluon.Trainer(model.collect_params(), "sgd", kvstore=None)
+    model, optimizer = train(case, model, mx.optimizer.SGD(learning_rate=0.1))
+    late = mx.gluon.Trainer(model.collect_params(), "sgd", kvstore=None)
+    for trainer in (early, late):
+        for call in (trainer.step, trainer.update):
+            with refused(StateError, "strategy.step"):
+                call(1)
+    weight, gradient = model[0].weight.data(), model[0].weight.grad()
+    with refused(StateError, "strategy.step"):
+        mx.optimizer.get_updater(optimizer)(0, gradient, weight)
+
+
+@check
+def frozen_for_a_while(case):
+    """As the other model's step in a GAN does: Gluon makes new arrays of gradients, and the step uses them, also
+    in the middle of a group."""
+    for accumulate in (1, 2):
+        model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), accumulate=accumulate)
+        step = case.strategy.train_step(model, optimizer, cross_entropy)
+        for x, y in case.strategy.loader(reference.data(16 * case.size), per_device_batch=4, shuffle=True, seed=3):
+            set_trained(model, False)
+            set_trained(model, True)
+            step(x, y)
+        expected, _ = case.train_serially(SGD(0.5), 16 * case.size, epochs=1, accumulate=accumulate)
+        case.close_to_serial(model, expected)
+
+
+@check
+def steps_that_nobody_waits_for_are_not_queued(case):
+    """A thousand of them take no more memory than a hundred."""
+    model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.01))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    x, y = reference.data(4)
+    for number in range(1000):
+        step(case.backend.from_numpy(x), case.backend.from_numpy(y))
+        if number == 100:
+            mx.nd.waitall()
+            before = resident()
+        assert len(case.backend.pace) <= MOST
+    assert resident() - before < 8 * 2**20
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@check
+def one_row_for_batch_normalisation(case):
+    """It becomes zero, as MXNet has it; nothing dies of it, and nothing becomes NaN."""
+    model, optimizer = case.strategy.prepare(with_buffers(), SGD(0.1))
+    step = case.strategy.train_step(model, optimizer, cross_entropy)
+    for x, y in case.strategy.loader(reference.data(5 * case.size), per_device_batch=4):
+        step(x, y)
+    with case.strategy.evaluate(model):
+        assert all(np.isfinite(each).all() for each in case.parameters(model))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import signal
 import time
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +20,8 @@ from unidist.testing import reference
 
 
 def in_mirrored_view(folder: str) -> dict[str, Any]:
+    # Started in the background of a shell, a process ignores SIGINT from the beginning, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with unidist.Strategy() as strategy:
         return {
             "curve": curve(strategy),
@@ -44,7 +49,10 @@ def in_any_view(strategy: unidist.Strategy, folder: str) -> dict[str, Any]:
     return {
         "dtypes": dtypes(strategy),
         "gradients taken away": gradients_taken_away(strategy),
+        "gradients changed": gradients_changed_in_a_group(strategy),
+        "memory": memory_of_steps_that_nobody_waits_for(strategy),
         "frozen late": frozen_late(strategy),
+        "changed deep inside": changed_deep_inside(strategy),
         "nothing to train": nothing_to_train(strategy),
         "two steps": two_steps_that_share_a_group(strategy),
         "two models": two_models(strategy),
@@ -119,7 +127,7 @@ def batches_tracked(strategy: unidist.Strategy) -> int:
 
     model, optimizer = strategy.prepare(zoo.with_buffers(), unidist.SGD(0.1))
     step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-    for x, y in strategy.loader(reference.data(4 * strategy.world_size * 2 + 3), per_device_batch=4):
+    for x, y in strategy.loader(reference.data(4 * strategy.world_size * 2 + 5), per_device_batch=4):
         step(x, y)
     return int(strategy._backend.state(model)["1.num_batches_tracked"].numpy())
 
@@ -224,6 +232,57 @@ def gradients_taken_away(strategy: unidist.Strategy) -> list[str]:
     return said
 
 
+def gradients_changed_in_a_group(strategy: unidist.Strategy) -> dict[str, str]:
+    """Most of them are zero, as those of an embedding of which a batch uses little."""
+    import oneflow as flow
+
+    embedding = flow.nn.Embedding(5000, 3)
+    with contextlib.redirect_stderr(io.StringIO()):  # the ranks begin differently
+        model, optimizer = strategy.prepare(embedding, unidist.SGD(0.1), accumulate=3)
+    step = strategy.train_step(model, optimizer, lambda m, rows: m(rows).sum())
+    rows = flow.tensor([17, 4001])
+    (parameter,) = strategy._backend._prepared[model].named.values()
+
+    def group(change: Callable[[], Any]) -> None:
+        for number in range(3):
+            step(rows)
+            if number == 0:
+                change()
+
+    def clear_and_flush() -> None:
+        step(rows)
+        step(rows)
+        optimizer.zero_grad()
+        strategy.flush(model, optimizer)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "zero_grad": optimizer.zero_grad,
+        "zero_": lambda: parameter.grad.zero_(),
+        "detached": lambda: parameter.grad.detach().mul_(0.5),
+        "nothing": lambda: None,
+        "looking": lambda: parameter.grad.numpy(),
+    }
+    if strategy._backend.options.view == "mirrored":  # in the other one the model's tensors have none
+        ways["model.zero_grad"] = model.zero_grad
+    said = {how: refusal(lambda change=change: group(change)) for how, change in ways.items()}
+    held = parameter.grad
+    return {**said, "held": refusal(lambda: group(held.zero_)), "flush": refusal(clear_and_flush)}
+
+
+def memory_of_steps_that_nobody_waits_for(strategy: unidist.Strategy) -> tuple[int, int]:
+    """Pages after 200 and after 2,200 steps."""
+    from unidist_oneflow import zoo
+
+    model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
+    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+    batch, held = own_batch(strategy, 0), []
+    for steps in (200, 2000):
+        for _ in range(steps):
+            step(*batch)
+        held.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    return held[0], held[1]
+
+
 def frozen_late(strategy: unidist.Strategy) -> list[str]:
     """After prepare: a parameter is frozen, and one is unfrozen."""
     import oneflow as flow
@@ -240,6 +299,42 @@ def frozen_late(strategy: unidist.Strategy) -> list[str]:
         next(model.parameters()).requires_grad_(not frozen)
         said.append(refusal(lambda step=step: step(*own_batch(strategy, 0))))
     return said
+
+
+def changed_deep_inside(strategy: unidist.Strategy) -> list[str]:
+    """One of many layers is unfrozen, or frozen: the next step is refused."""
+    from oneflow import nn
+
+    from unidist_oneflow import zoo
+
+    said = []
+    for trained, by_assignment in itertools.product((False, True), repeat=2):
+        deep = nn.Sequential(*(nn.Linear(6, 6) for _ in range(30)))
+        deep[17].requires_grad_(trained)
+        with contextlib.redirect_stderr(io.StringIO()):  # the ranks begin differently
+            model, optimizer = strategy.prepare(deep, unidist.SGD(0.1))
+        step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+        step(*own_batch(strategy, 0))
+        if by_assignment:
+            model[17].bias.requires_grad = not trained
+        else:
+            model[17].requires_grad_(not trained)
+        said.append(refusal(lambda step=step: step(*own_batch(strategy, 0))))
+    return said
+
+
+def batches_that_come_to_differ(where: str) -> list[float]:
+    """Hand-made batches that lose a row: on "one" rank, on "all", or on "all, then one"."""
+    with unidist.Strategy() as strategy, contextlib.redirect_stderr(io.StringIO()):
+        from unidist_oneflow import agreement, zoo
+
+        agreement.PATIENCE = 3.0
+        model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
+        step = strategy.train_step(model, optimizer, zoo.cross_entropy)
+        for number in range(6):
+            on_all, on_one = number == 2 and where != "one", number == 3 and where != "all" and strategy.rank == 1
+            step(*(each[: 4 - (on_all or on_one)] for each in own_batch(strategy, number % 4)))
+        return flat_state(strategy, model)
 
 
 def nothing_to_train(strategy: unidist.Strategy) -> str:

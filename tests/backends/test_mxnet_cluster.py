@@ -2,15 +2,14 @@
 when one of them dies."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from mxnet_shells import SCRIPT, four_shells, outputs, until_trained
 
 from unidist import World, registry
 from unidist.errors import UsageError
@@ -18,9 +17,8 @@ from unidist.launch.environments import interpreter_for
 from unidist.launch.plan import Job, plan, totals
 from unidist.launch.ports import Ports
 from unidist_mxnet import MxnetOptions, capabilities
-from unidist_mxnet.cluster import silence, with_defaults, with_neighbours
 from unidist_mxnet.devices import pick_contexts
-from unidist_mxnet.memory import of_this_process, warning
+from unidist_mxnet.memory import granted_too_much, of_this_process, too_little
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -108,9 +106,21 @@ def test_resources_add_up():
     """2 cores x 1 server + 12 cores x 2 workers = 26 CPU, 2 x 2 = 4 GPU."""
     processes = planned(2, 1, server_cores=2, worker_cores=12, devices=["gpu(0)", "gpu(1)"])
     assert totals(processes) == "2 x 1 + 12 x 2 = 26 CPU, 2 x 2 = 4 GPU"
-    assert totals(planned(2, 1)) == ""
     by_name = {each.name: each.env.get("OMP_NUM_THREADS") for each in processes}
     assert (by_name["server 0"], by_name["worker 1"]) == ("2", "12")
+
+
+def test_a_number_of_devices_is_counted_as_what_it_will_be(monkeypatch):
+    """GPUs where there are any, as pick_contexts has it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert totals(planned(2, 1, server_cores=2, worker_cores=12, devices=2)) == (
+        "2 x 1 + 12 x 2 = 26 CPU, 2 x 2 = 4 GPU"
+    )
+    assert totals(planned(2, 1)) == "1 x 2 = 2 GPU"
+    assert totals(planned(2, 1, devices=["cpu(0)", "gpu(0)"])) == "1 x 2 = 2 GPU, 1 x 2 = 2 devices on the CPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert totals(planned(2, 1, devices=2)) == "2 x 2 = 4 devices on the CPU"
+    assert totals(planned(2, 1)) == ""
 
 
 def test_dry_run_shows_the_totals(tmp_path):
@@ -131,6 +141,8 @@ def test_capabilities_say_what_the_mode_cannot_do():
     declared = capabilities(MxnetOptions(kvstore="dist_async"))
     for name in ("synchronous", "lockstep"):
         assert "dist_sync" in getattr(declared, name)
+    alone = capabilities(MxnetOptions(kvstore="dist_async"), workers=1)
+    assert (alone.synchronous, alone.lockstep) == (True, True)
     assert "update_on='worker'" in declared.clip_norm
     assert "train_step" in capabilities(MxnetOptions(devices=2)).spelled_out
 
@@ -157,33 +169,26 @@ def test_contexts():
             pick_contexts(asked, devices, gpus, second)
 
 
-def test_neighbours_are_found_by_the_names_of_hosts():
-    unknown = World(2, 4, -1, 0, -1, 0, source="dmlc")
-    found = with_neighbours(unknown, ["a", "b", "b", "a"])
-    assert (found.local_rank, found.local_world_size, found.node_rank, found.num_nodes) == (1, 2, 1, 2)
-    assert with_neighbours(World(0, 1), ["a"]) == World(0, 1)
-
-
-@pytest.mark.parametrize(
-    ("interval", "asked", "expected"),
-    [("1", None, 5), ("10", None, 30), ("10", "5", 30), ("1", "60", 60), ("0", None, 0)],
-)
-def test_node_counts_as_dead_after_several_missing_heartbeats(interval, asked, expected):
-    env = {"PS_HEARTBEAT_INTERVAL": interval, **({"PS_HEARTBEAT_TIMEOUT": asked} if asked else {})}
-    with_defaults(env)
-    assert silence(env) == expected
-    assert env["PS_HEARTBEAT_TIMEOUT"] == (asked or str(expected))
-
-
-def test_servers_that_are_too_small_are_warned_about():
+def test_servers_that_are_too_small_are_noticed():
     small = [{"host": "a", "bytes": 3 * GB}, {"host": "a", "bytes": 3 * GB}, {"host": "b", "bytes": 3 * GB}]
-    assert warning(GB, 4, small) is None
-    assert warning(2 * GB, 4, []) is None  # nobody told
-    said = warning(2 * GB, 4, small)
+    assert too_little(GB, 4, small) is None
+    assert too_little(2 * GB, 4, []) is None  # nobody told
+    said = too_little(2 * GB, 4, small)
     assert "6.0 GB of memory on 2 hosts" in said
     assert "8.0 GB" in said
     granted = [{**each, "granted": True} for each in small]
-    assert warning(2 * GB, 4, granted) is None  # 9 GB: each has its own
+    assert too_little(2 * GB, 4, granted) is None  # 9 GB: each has its own
+
+
+def test_more_than_the_machine_has_cannot_be_granted():
+    """Known before anything starts, so --dry-run says it too."""
+    assert granted_too_much(2, 1.5, 3 * GB, "h1") is None
+    assert "1.5 GB to each of 3 servers, and h1 has 4.0 GB" in granted_too_much(3, 1.5, 4 * GB, "h1")
+    enough = of_this_process() / GB
+    assert len(planned(1, 2, server_memory=enough / 2)) == 4
+    with pytest.raises(UsageError, match=r"each of 2 servers, and this machine has .*server_memory_check='warn'"):
+        planned(1, 2, server_memory=enough * 0.6)
+    assert len(planned(1, 2, server_memory=enough * 0.6, server_memory_check="warn")) == 4
 
 
 def test_memory_of_a_process_is_what_its_control_groups_leave():
@@ -193,85 +198,8 @@ def test_memory_of_a_process_is_what_its_control_groups_leave():
 
 # -- processes -------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import sys
-import unidist
-
-with unidist.Strategy() as strategy:
-    from unidist_mxnet import zoo
-    from unidist.testing import reference
-
-    model, optimizer = strategy.prepare(zoo.mlp(), unidist.SGD(0.1))
-    step = strategy.train_step(model, optimizer, zoo.cross_entropy)
-    loader = strategy.loader(reference.data(16), per_device_batch=4)
-    losses = [strategy.mean(step(x, y)) for x, y in loader]
-    strategy.print("trained", strategy.all_gather(strategy.rank), strategy.local_rank, len(losses))
-    while "for ever" in sys.argv:
-        for x, y in loader:
-            step(x, y).wait_to_read()
-"""
-
-
-def variables_of(way, name, common):
-    """What each way to start adds to the variables that all have in common. Worker a is the second one."""
-    role, _, letter = name.partition(" ")
-    index = int(letter == "a")
-    if way == "launch.py" and role != "scheduler":  # MXNet's tools/launch.py --launcher local
-        number = {"worker": index, "server": 2}[role]
-        return {"DMLC_TASK_ID": str(number), "DMLC_JOB_CLUSTER": "local"}
-    if way == "MXJob":
-        address = {"url": common["DMLC_PS_ROOT_URI"], "port": int(common["DMLC_PS_ROOT_PORT"])}
-        pods = {"worker": 2, "server": 1}
-        cluster = {
-            kind: [{"url": f"job-{kind}-{n}", "port": 9091} for n in range(count)] for kind, count in pods.items()
-        }
-        config = {
-            "cluster": {**cluster, "scheduler": [address]},
-            "labels": dict.fromkeys(("scheduler", "server", "worker"), ""),
-            "task": {"type": role, "index": index},
-        }
-        return {"MX_CONFIG": json.dumps(config), "DMLC_USE_KUBERNETES": "1"}
-    return {}
-
-
-@contextlib.contextmanager
-def four_shells(folder, *arguments, way="by hand", script=SCRIPT, services=None, **env):
-    """The same script in every process, with MXNet's own variables and nothing of unidist's launcher. `services` is
-    what scheduler and server run instead."""
-    (folder / "train.py").write_text(script)
-    python, variables = interpreter_for("mxnet")
-    with Ports() as ports:
-        port = ports.take(1)[0]
-        common = {
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": str(port),
-            "DMLC_NUM_SERVER": "1",
-            "DMLC_NUM_WORKER": "2",
-            "OMP_NUM_THREADS": "1",
-        }
-        started = {}
-        try:
-            for name in ("scheduler", "server", "worker a", "worker b"):
-                role = {"DMLC_ROLE": name.split()[0]}
-                command = [str(folder / "train.py"), *arguments]
-                started[name] = subprocess.Popen(
-                    [python, *(services if services and not name.startswith("worker") else command)],
-                    env={**os.environ, **variables, **common, **role, **variables_of(way, name, common), **env},
-                    stdout=(folder / name).open("w"),
-                    stderr=subprocess.STDOUT,
-                )
-            yield started
-        finally:
-            for process in started.values():
-                process.kill()
-                process.wait()
-
-
-def outputs(folder, names):
-    return {name: (folder / name).read_text() for name in names}
-
-
-SMALL = SCRIPT.replace("unidist.Strategy()", "unidist.Strategy(update_on='server', server_memory=1e-6)")
+TOO_SMALL = SCRIPT.replace("unidist.Strategy()", "unidist.Strategy(update_on='server', server_memory=1e-6)")
+SMALL = TOO_SMALL.replace("1e-6)", "1e-6, server_memory_check='warn')")
 
 
 @pytest.mark.parametrize(("way", "script"), [("by hand", SCRIPT), ("launch.py", SCRIPT), ("MXJob", SMALL)])
@@ -281,7 +209,8 @@ def test_same_script_in_four_shells(tmp_path, way, script):
         codes = {name: process.wait(120) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert set(codes.values()) == {0}, said
-    assert said["scheduler"] == said["server"] == ""  # they never saw the training code
+    services = (said["scheduler"] + said["server"]).splitlines()
+    assert all(" for the others" in line for line in services), said  # they never saw the training code
     workers = said["worker a"] + said["worker b"]
     assert "trained [0, 1] 0 2\n" in workers
     assert workers.count("trained") == 1
@@ -290,6 +219,18 @@ def test_same_script_in_four_shells(tmp_path, way, script):
     # The servers tell what they may use, which is a kilobyte; the model has 92 numbers of 4 bytes, and with gradients
     # and the two moments of an optimizer four times that.
     assert workers.count("the servers have 1.0 KB of memory on 1 host, and need 1.4 KB") == (script is SMALL), workers
+
+
+@pytest.mark.parametrize("way", ["by hand", "MXJob"])
+def test_a_model_that_does_not_fit_is_refused_on_every_rank(tmp_path, way):
+    with four_shells(tmp_path, way=way, script=TOO_SMALL) as started:
+        codes = {name: process.wait(120) for name, process in started.items()}
+    said = outputs(tmp_path, codes)
+    for name in ("worker a", "worker b"):
+        assert codes[name] == 1, said
+        assert "UsageError: the servers have 1.0 KB of memory on 1 host, and need 1.4 KB" in said[name], said
+        assert "server_memory_check='warn'" in said[name]
+    assert "trained [" not in str(said)
 
 
 EARLY = "import mxnet\n" + SCRIPT
@@ -312,12 +253,12 @@ def test_mxnet_imported_too_early_for_updates_on_servers(tmp_path):
         codes = {name: started[name].wait(120) for name in ("worker a", "worker b")}
     said = outputs(tmp_path, codes)
     assert set(codes.values()) == {1}, said
-    assert all("UsageError" in each and "unidist_mxnet.roles" in each for each in said.values()), said
+    assert all("UsageError" in each and "unidist_mxnet.services" in each for each in said.values()), said
 
 
 def test_scheduler_and_server_started_without_the_script(tmp_path):
     script = EARLY.replace("unidist.Strategy()", "unidist.Strategy(update_on='server')")
-    with four_shells(tmp_path, script=script, services=["-m", "unidist_mxnet.roles"]) as started:
+    with four_shells(tmp_path, script=script, services=["-m", "unidist_mxnet.services"]) as started:
         codes = {name: process.wait(120) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert set(codes.values()) == {0}, said
@@ -328,18 +269,17 @@ def test_scheduler_and_server_started_without_the_script(tmp_path):
 def test_death_ends_a_job_started_by_hand(tmp_path, victim):
     """ps-lite alone would wait for ever."""
     with four_shells(tmp_path, "for ever") as started:
-        until = time.monotonic() + 120
-        while "trained" not in (tmp_path / "worker a").read_text() + (tmp_path / "worker b").read_text():
-            assert time.monotonic() < until, outputs(tmp_path, started)
-            assert all(process.poll() is None for process in started.values()), outputs(tmp_path, started)
-            time.sleep(0.2)
+        until_trained(tmp_path, started)
         started[victim].kill()
         codes = {name: process.wait(90) for name, process in started.items()}
     said = outputs(tmp_path, codes)
     assert codes.pop(victim) == -9
     assert set(codes.values()) == {1}, said
-    cause = {"scheduler": "scheduler at", "server": "server 0 died", "worker b": "died"}[victim]
-    assert all(cause in said[name] for name in codes), said
+    cause = {"scheduler": "the scheduler", "server": "server 0", "worker b": r"rank \d"}[victim]
+    for name in codes:
+        lines = [line for line in said[name].splitlines() if "PeerFailed" in line]
+        assert len(lines) == 1, said
+        assert re.match(f"unidist: PeerFailed: {cause} on .*ended in mid-training", lines[0]), said
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "server"])
@@ -399,8 +339,8 @@ def test_worker_that_meets_nobody_says_so(tmp_path):
             timeout=120,
         )
     assert done.returncode == 1
-    assert f"127.0.0.1:{env['DMLC_PS_ROOT_PORT']}" in done.stderr
-    assert "scheduler" in done.stderr
+    assert f"ports {int(env['DMLC_PS_ROOT_PORT']) + 1} to" in done.stderr
+    assert "was the scheduler started" in done.stderr
 
 
 def test_distributed_store_without_a_cluster_is_refused(tmp_path):

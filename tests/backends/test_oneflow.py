@@ -5,6 +5,7 @@ import pytest
 
 import unidist
 from unidist.testing import conformance, suite
+from unidist_oneflow import VIEWS
 
 ZOO = "unidist_oneflow.zoo"
 test_mirrored = conformance("oneflow", zoo=ZOO, world_sizes=(1, 2, 3), view="mirrored")
@@ -94,11 +95,42 @@ def test_gradients_that_were_taken_away_are_missed(mirrored, consistent):
             assert "set_to_none" in said
 
 
+def test_gradients_changed_in_the_middle_of_a_group_are_noticed(mirrored, consistent):
+    for results in (*mirrored, *consistent):
+        for how, said in results["gradients changed"].items():
+            expected = "not refused" if how in ("nothing", "looking") else "in the middle of an accumulation group"
+            assert expected in said, how
+
+
+def test_steps_that_nobody_waits_for_take_no_more_memory(mirrored, consistent):
+    for results in (*mirrored, *consistent):
+        early, late = results["memory"]
+        # In pages. Here it was 53 to 196; on a busy machine a queue of twice the length took 1,784, and 2,000 steps
+        # without a bound took 10,000 and more.
+        assert late - early < 2000
+
+
+@pytest.mark.parametrize("where", ["all", "all, then one"])
+def test_batches_that_come_to_differ_train_the_same(where):
+    mirrored, consistent = (on_two(on_ranks.batches_that_come_to_differ, args=(where,), view=v) for v in VIEWS)
+    for results in (mirrored[1], *consistent):
+        assert results == pytest.approx(mirrored[0], abs=2e-6)
+
+
+def test_batch_that_differs_on_one_rank_alone_is_refused_in_the_consistent_view():
+    with pytest.raises(unidist.errors.LaunchError, match=r"rank 1 comes to step 4 with a batch of another shape"):
+        on_two(on_ranks.batches_that_come_to_differ, args=("one",), view="consistent")
+
+
 def test_parameters_frozen_or_unfrozen_too_late(mirrored, consistent):
     for results in (*mirrored, *consistent):
         frozen, unfrozen = results["frozen late"]
         assert "was frozen after prepare()" in frozen
         assert "was unfrozen after prepare()" in unfrozen
+        for said, what in zip(
+            results["changed deep inside"], ("unfrozen", "unfrozen", "frozen", "frozen"), strict=True
+        ):
+            assert f"parameter 17.{'weight' if 'weight' in said else 'bias'} was {what} after prepare()" in said
         assert "nothing to optimize" in results["nothing to train"]
 
 

@@ -1,10 +1,15 @@
 """The cluster in OneFlow's words: what is understood, what is refused, and which node a host takes itself for."""
 
 import os
+import re
+import socket
+from dataclasses import replace
 
 import pytest
 
 from unidist import registry
+from unidist.control import Control
+from unidist.control.meeting import Peers
 from unidist.errors import LaunchError, UnknownOption, UsageError, WorldError
 from unidist.launch.plan import Job, plan
 from unidist.world import World
@@ -85,7 +90,8 @@ def test_own_addresses_of_this_host():
 def test_what_a_launcher_said_must_agree(addresses):
     addresses("10.0.0.1")
     launched = World(0, 2, 0, 1, 0, 2, source="environment", reason="RANK and WORLD_SIZE are set")
-    assert machines.place(launched, OneFlowOptions(machine=TWO)) is launched
+    placed = machines.place(launched, OneFlowOptions(machine=TWO))
+    assert placed == replace(launched, rivals=("10.0.0.2",))
     with pytest.raises(WorldError, match=r"started 2 processes.*describe 2 nodes x 4 = 8"):
         machines.place(launched, OneFlowOptions(machine=TWO, gpu_device_num=4))
 
@@ -117,31 +123,33 @@ def test_plan_of_one_node_among_several(addresses):
         assert worker.host == "10.0.0.2"
 
 
-@pytest.mark.parametrize("fact", preflight.COMPARED)
-def test_a_difference_between_nodes_is_named(fact):
-    ours = {"host": "h0", **dict.fromkeys(preflight.COMPARED, "this")}
-    assert preflight.difference(ours, {**ours, "host": "h1"}, 1) is None
-    said = preflight.difference(ours, {**ours, "host": "h1", fact: "that"}, 1)
-    for word in (preflight.COMPARED[fact][0], "this for rank 0 on h0", "that for rank 1 on h1"):
-        assert word in said
-
-
 def test_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "virbr9")
     with pytest.raises(WorldError, match=r"virbr9.*lo"):
-        preflight.check_interface(World(0, 2), None, on_gpu=False)
+        preflight.check_interface(None, on_gpu=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    preflight.check_interface(World(0, 2), None, on_gpu=False)
+    preflight.check_interface(None, on_gpu=False)
 
 
 def test_an_interface_that_does_not_lead_to_the_other_nodes(monkeypatch):
-    two_nodes = World(0, 2, 0, 1, 0, 2)
+    control = Control("tcp://127.0.0.1:1", "")
+    two = Peers(
+        control, 0, 2, ("h0", "h1"), ("127.0.0.1", "10.0.0.2"), "127.0.0.1", "lo", "", launched=False, host=None
+    )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^lo")
-    with pytest.raises(WorldError, match=r"\^lo.*lo, which has this node's address 127\.0\.0\.1"):
-        preflight.check_interface(two_nodes, "127.0.0.1", on_gpu=True)
+    with pytest.raises(WorldError, match=r"\^lo.*lo, which leads to the other nodes"):
+        preflight.check_interface(two, on_gpu=True)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    preflight.check_interface(two_nodes, "127.0.0.1", on_gpu=True)
+    preflight.check_interface(two, on_gpu=True)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_port_that_oneflow_cannot_have():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = preflight.try_port(port)[1]
+    assert re.search(rf"port {port} .*Address already in use.*ctrl_port", said)
+    assert preflight.try_port(port) == (port, None)
 
 
 def test_device():

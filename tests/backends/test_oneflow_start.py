@@ -2,15 +2,16 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+import bad_starts
 from unidist.launch.environments import interpreter_for
 from unidist_oneflow import start
 
@@ -45,7 +46,8 @@ class Ranks:
 
     def start(self, script: Path, prefix=(), **variables) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("UNIDIST_")}
-        env |= {**self._env, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
+        env |= {**self._env, "OMP_NUM_THREADS": "1", "UNIDIST_SECRET": "of these tests", "UNIDIST_BACKEND": "oneflow"}
+        env |= {name: str(value) for name, value in variables.items()}
         process = subprocess.Popen(
             [self.python, *prefix, str(script)],
             env=env,
@@ -89,18 +91,6 @@ def outcome(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def stranger(port: int, process: subprocess.Popen[str]) -> None:
-    """Somebody who speaks JSON comes to the port as soon as the process listens there."""
-    while process.poll() is None:
-        try:
-            with socket.create_connection(("127.0.0.1", port), 1.0) as connection:
-                connection.sendall(b'{"jsonrpc": "2.0"}\n')
-                assert connection.recv(1) == b""
-                return
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-
-
 def test_plain_variables(ranks, port):
     """And not a line of what the libraries print at their start."""
     script = ranks.script()
@@ -141,51 +131,56 @@ def test_imported_too_early(ranks):
     assert "oneflow was imported before Strategy" in output
 
 
-def test_taken_port(ranks, port):
-    script = ranks.script(timeout=5)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        first, _ = ranks.start_all(script, script, port=port)
-        code, output = outcome(first)[0]
-    assert code != 0
-    assert f"cannot listen on 127.0.0.1:{port}" in output
-    assert f"process {os.getpid()} has it" in output
-    assert "ctrl_port" in output
+TWO_NODES = {"machine": "127.0.0.1,127.0.0.2"}
+
+# name -> for each process: its variables, the options of its script, and what it must say
+BAD_STARTS: dict[str, list[tuple[dict[str, object], dict[str, object], str]]] = {
+    "options differ": [
+        (
+            {"RANK": rank, "UNIDIST_OPTIONS": options},
+            {},
+            "the options differs: none on rank 0.*view='consistent' on rank 1",
+        )
+        for rank, options in enumerate(("{}", '{"view": "consistent"}'))
+    ],
+    "a node is missing": [({}, {**TWO_NODES, "node_rank": 0}, "rank 1 of 2 did not come to 127.0.0.1")],
+    "the master is missing": [({}, {**TWO_NODES, "node_rank": 1}, "nobody listens there")],
+    "which node is this?": [({}, TWO_NODES, "nodes 0, 1 match")],
+    "lists in another order": [
+        ({}, {"machine": machine, "node_rank": 0}, "two processes say they are rank 0.*the options differs: machine=")
+        for machine in ("127.0.0.1,127.0.0.2", "127.0.0.2,127.0.0.1")
+    ],
+}
 
 
-def test_differing_scripts(ranks, port):
-    one, other = ranks.script("a/train.py"), ranks.script("b/train.py", comment="# another version\n")
-    for code, output in outcome(*ranks.start_all(one, other, port=port)):
-        assert code != 0
-        assert "the script differs between nodes" in output
+@pytest.mark.parametrize("case", bad_starts.CASES, ids=lambda case: case.__name__)
+def test_bad_starts_of_any_engine(case, tmp_path):
+    bad_starts.check(case, "oneflow", tmp_path)
 
 
-def test_differing_machine_lists(ranks, port):
-    here = {"ctrl_port": port, "timeout": 20}
-    one = ranks.start(ranks.script("a/train.py", machine="127.0.0.1,127.0.0.2", node_rank=0, **here))
-    other = ranks.start(ranks.script("b/train.py", machine="127.0.0.2,127.0.0.1", node_rank=0, **here))
-    for code, output in outcome(one, other):
-        assert code != 0
-        assert "the list of machines differs between nodes" in output
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_bad_starts_by_options(ranks, port, name):
+    """None of them comes to OneFlow, which would wait for ever, or abort."""
+    started = []
+    for number, (variables, settings, _) in enumerate(BAD_STARTS[name]):
+        options = {"timeout": 4, **settings}
+        if "machine" in settings:
+            options["ctrl_port"] = port
+        else:
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, **variables}
+        started.append(ranks.start(ranks.script(f"{number}/train.py", **options), **variables))
+    for (code, output), (_, _, said) in zip(outcome(*started), BAD_STARTS[name], strict=True):
+        assert code == 1, output
+        assert re.search(said, output), output
 
 
-def test_missing_node(ranks, port):
-    script = ranks.script(machine="127.0.0.1,127.0.0.2", node_rank=0, ctrl_port=port, timeout=7)
-    process = ranks.start(script)
-    stranger(port, process)
-    [(code, output)] = outcome(process)
-    assert code != 0
-    assert "waits on 127.0.0.1" in output  # said after a few seconds ...
-    assert "rank 1 (127.0.0.2) did not come" in output  # ... and at the end
-
-
-def test_unreachable_master(ranks, port):
-    script = ranks.script(machine="127.0.0.1,127.0.0.2", node_rank=1, ctrl_port=port, timeout=2)
-    [(code, output)] = outcome(ranks.start(script))
-    assert code != 0
-    assert f"cannot reach the master at 127.0.0.1:{port}" in output
-    assert "nothing listens there" in output
+def test_two_nodes_on_one_host(ranks, port):
+    """As the error advises that says that both match."""
+    script = ranks.script(**TWO_NODES, ctrl_port=port)
+    nodes = [ranks.start(script, UNIDIST_OPTIONS=json.dumps({"node_rank": node})) for node in range(2)]
+    (code, output), (other_code, other) = outcome(*nodes)
+    assert code == other_code == 0, (output, other)
+    assert output.splitlines()[-1] == "ranks [0, 1]"
 
 
 def test_a_rank_that_cannot_import_oneflow(ranks, port):
@@ -203,24 +198,142 @@ def test_a_rank_that_cannot_import_oneflow(ranks, port):
     assert "unidist setup oneflow" in other
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["with", "never closed"])
 @pytest.mark.parametrize(
     ("last", "code", "said"),
     [
-        ("raise KeyError('the last rank is wrong')", 1, "the last rank is wrong"),
-        ("sys.exit(7)", 7, "exit code 7"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, "it died"),
+        ("raise KeyError('the last rank is wrong')", 1, "KeyError: 'the last rank is wrong'"),
+        ("sys.exit(7)", 7, "sys.exit(7) has left its Strategy"),
+        ("sys.exit(0)", 0, "sys.exit(0) has left its Strategy"),
+        ("import os; os._exit(0)", 0, "ended in mid-training"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, "ended in mid-training"),
     ],
 )
-def test_whoever_is_left_ends_with_the_cause(ranks, port, last, code, said):
+def test_whoever_is_left_ends_with_the_cause(ranks, port, last, code, said, closed):
     """Without a launcher of ours. OneFlow would hang, or abort with a C++ stack."""
     script = ranks.script(steps=10**9, last=last)
-    *survivors, (last_code, _) = outcome(*ranks.start_all(script, script, script, port=port))
+    if not closed:
+        script.write_text(
+            script.read_text().replace("with unidist", "if strategy := unidist").replace(" as strategy", "")
+        )
+        if "sys.exit" in last:
+            code, said = code or 1, "ended in mid-training without closing its Strategy"
+    master, survivor, (last_code, _) = outcome(*ranks.start_all(script, script, script, port=port))
     assert last_code == code
-    for survivor_code, output in survivors:
+    for survivor_code, output in (master, survivor):
         assert survivor_code == 1, output
-        assert "PeerFailed" in output
-        assert "rank 2 on " in output
-        assert said in output
+        [line] = [each for each in output.splitlines() if not each.startswith("unidist 0.")]
+        assert line.startswith(f"unidist: PeerFailed: rank 2 on {socket.gethostname()}: {said}")
+
+
+BUSY = """
+import os, sys, time
+import unidist
+try:
+    with unidist.Strategy("oneflow") as strategy:
+        strategy.barrier()
+        if strategy.rank == {leaver}:
+            {leaves}
+        time.sleep(9)  # longer than OneFlow bears the loss of another
+        {then}
+except ValueError:
+    pass
+print("done")
+"""
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "raise ValueError('kept')"])
+def test_who_leaves_while_another_is_busy_is_named_when_it_is_needed(ranks, port, tmp_path, leaver, leaves):
+    """OneFlow would abort the busy one with a C++ stack, and the leaver would look like a success."""
+    script = tmp_path / "train.py"
+    script.write_text(BUSY.format(leaver=leaver, leaves=leaves, then="strategy.barrier()"))
+    ends = outcome(*ranks.start_all(script, script, port=port))
+    code, output = ends[1 - leaver]
+    assert code == 1, output
+    said = "sys.exit(0) has left its Strategy" if "exit" in leaves else "ValueError: kept"
+    [line] = [each for each in output.splitlines() if not each.startswith("unidist 0.")]
+    assert line.startswith(f"unidist: PeerFailed: rank {leaver} on {socket.gethostname()}: {said}")
+    assert ends[leaver][0] == 0
+
+
+def test_those_who_leave_alike_wait_for_each_other(ranks, port, tmp_path):
+    """Each in its own time; nobody is aborted, and nobody blamed."""
+    script = tmp_path / "train.py"
+    script.write_text(BUSY.format(leaver=0, leaves="raise ValueError", then="raise ValueError"))
+    for code, output in outcome(*ranks.start_all(script, script, port=port)):
+        assert code == 0, output
+        assert output.splitlines()[-1] == "done"
+
+
+def test_all_end_without_closing_the_strategy(ranks, port):
+    script = ranks.script()
+    script.write_text(script.read_text().replace("with unidist", "if strategy := unidist").replace(" as strategy", ""))
+    first, second = outcome(*ranks.start_all(script, script, port=port))
+    assert first[0] == second[0] == 0, (first, second)
+    assert first[1].splitlines()[-1] == "ranks [0, 1]"
+
+
+LATE = """
+import os, sys, time
+
+class Late:
+    def find_spec(self, name, *_):
+        if name == "oneflow.framework.env_util":
+            time.sleep(999)
+
+if os.environ["RANK"] == "1":
+    sys.meta_path.insert(0, Late())
+"""
+
+
+def test_a_start_that_takes_too_long(ranks, port):
+    """Rank 0 waits inside of OneFlow, where no thread of Python's runs; rank 1 does not come."""
+    script = ranks.script(timeout=10)
+    script.write_text(LATE + script.read_text())
+    for code, output in outcome(*ranks.start_all(script, script, port=port)):
+        assert code == -signal.SIGKILL, output
+        assert "OneFlow has not started within 15 s, though all ranks have met" in output
+
+
+ENDS = """
+import atexit, os, sys, threading, time
+import unidist
+atexit.register(lambda: print("handler of before"))
+written = open(sys.argv[0] + os.environ["RANK"], "w")
+written.write("all of it")
+def work():
+    time.sleep(3)
+    print("thread")
+try:
+    with unidist.Strategy("oneflow") as strategy:
+        atexit.register(lambda: print("handler of after"))
+        threading.Thread(target=work).start()
+        strategy.barrier()
+        {inside}
+except ValueError:
+    {caught}
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "caught", "code"),
+    [
+        ("raise ValueError", "raise SystemExit(4)", 4),
+        ("raise ValueError", "pass", 0),
+        ("raise SystemExit(5)", "pass", 5),
+        ("sys.excepthook = lambda *_: None; raise KeyError", "pass", 1),
+    ],
+)
+def test_a_failed_rank_ends_as_python_does(ranks, port, tmp_path, inside, caught, code):
+    """With its own code, and after all that Python does at the end; only OneFlow's part is left out."""
+    script = tmp_path / "train.py"
+    script.write_text(ENDS.format(inside=inside, caught=caught))
+    size = 1 if "KeyError" in inside else 2  # of several that raise, all but the first end with it
+    for rank, (own_code, output) in enumerate(outcome(*ranks.start_all(*[script] * size, port=port))):
+        assert own_code == code, output
+        assert output.split("thread\n")[1] == "handler of after\nhandler of before\n"
+        assert Path(f"{script}{rank}").read_text() == "all of it"
 
 
 def test_a_script_that_does_not_leave_well_does_not_hang(ranks):

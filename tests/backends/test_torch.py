@@ -1,15 +1,77 @@
 """The torch backend keeps every promise at world sizes 1, 2 and 3; below, what only it has."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 import on_ranks
 import unidist
+from project import ROOT
 from unidist.errors import UsageError
-from unidist.testing import conformance
+from unidist.testing import Configuration, conformance, run
+from unidist.testing.suite import report
 from unidist.world import World
 from unidist_torch.devices import pick_device, pick_transport
 
 test_promises = conformance("torch", zoo="unidist_torch.zoo", world_sizes=(1, 2, 3))
+
+
+TORCH_MODELS = (  # of torch_checks.py, for every backend that trains torch models
+    "stray_gradient_of_any_layer",
+    "gradients_of_any_layer_touched_in_a_group",
+    "gradients_of_any_layer_cleared_before_the_update",
+    "gradients_of_any_layer_cleared_before_a_flush",
+    "optimizer_of_a_part_of_the_model",
+    "parameter_without_a_gradient",
+    "parameters_that_are_used_in_unusual_ways",
+    "everything_frozen_and_one_layer_thawed",
+    "thawed_and_prepared_again",
+    "models_and_optimizers_that_prepare_refuses",
+    "clipping_of_the_loops_own",
+    "clipping_of_gradients_that_are_not_complete",
+)
+
+
+TORCH_STATES = (  # of torch_state_checks.py
+    "settings_that_an_optimizer_could_not_go_on_with",
+    "state_that_an_optimizer_could_not_go_on_with",
+    "every_optimizer_of_torch_goes_on_where_it_was",
+    "modules_that_hold_more_than_arrays",
+    "two_arrays_for_one_of_the_model",
+    "batch_normalisation_without_its_count",
+)
+
+
+def further_check(names, name, *options, zoo="torch_checks"):
+    path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    report(run(Configuration("torch", zoo, 2, options, environment=(("PYTHONPATH", path),)), names)[name])
+
+
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_beyond_the_promises(name):
+    further_check(TORCH_MODELS, name)
+
+
+@pytest.mark.parametrize("name", TORCH_STATES)
+def test_what_torch_keeps(name):
+    further_check(TORCH_STATES, name, zoo="torch_state_checks")
+
+
+def test_static_graph():
+    name = "static_graph_without_an_exchange_in_each_backward"
+    further_check((name,), name, ("static_graph", "true"))
+
+
+def test_native_training_after_the_strategy():
+    assert unidist.launch(on_ranks.native_training_after_the_strategy, 2, "torch") == [True, True]
+
+
+def test_ranks_that_went_apart_are_told_when_they_leave(capsys):
+    unidist.launch(on_ranks.ranks_that_went_apart, 2, "torch")
+    assert (
+        "the parameters of model 1 (in the order of prepare) of rank 1 differ from rank 0's" in capsys.readouterr().err
+    )
 
 
 def on_node(local_rank: int, of: int) -> World:
@@ -79,6 +141,14 @@ def test_compression_of_several_buckets(kind):
 
 
 def test_streams_that_do_not_tell_their_size_or_split_themselves():
-    for weights, seen in unidist.launch(on_ranks.odd_streams, 2, "torch"):
-        assert weights == [1.0, 1.0, 1.0]
+    for elements, seen in unidist.launch(on_ranks.odd_streams, 2, "torch"):
+        assert elements == [2, 2, 2]
         assert seen == list(range(16))
+
+
+def test_models_that_a_wrapper_around_the_loss_could_trip_over():
+    for told in unidist.launch(on_ranks.unusual_models, 2, "torch"):
+        assert told["apart"] == {"weights": 0.0, "center": 0.0}
+        assert told["moved"]
+        assert "gradient" in told["detached"]
+        assert told["hooks"]

@@ -276,6 +276,10 @@ PartitionName=debug Nodes=h[0-{len(self) - 1}] Default=YES MaxTime=INFINITE Stat
 
     # -- the end -----------------------------------------------------------------------------------------------
 
+    def processes(self) -> set[str]:
+        """The numbers of all that run on the hosts, daemons included."""
+        return {pid for host in self._hosts for pid in _ip("netns", "pids", host.namespace).split()}
+
     def close(self) -> None:
         """End every process on every host, and the hosts."""
         for file in [*self.base.glob("slurm/*.pid"), *self.base.glob("ssh/*.pid"), self.base / "munge" / "pid"]:

@@ -6,18 +6,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, Started, curve, outcome
+from hosts import MPI, SLURM, Hosts, Started, curve, outcome, why_not
 
+from project import CURVE
 from unidist.launch.environments import interpreter_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0
 MACHINE = '[{"addr": "10.77.0.1"}, {"addr": "10.77.0.2"}]'
-CURVE = [2.232611, 1.444966]  # what every backend prints for two epochs from these weights
 
 SCRIPT = """
 import sys
@@ -39,7 +39,7 @@ class Nodes(Started):
         self._python, variables = interpreter_for("oneflow")
         # Nobody is at that address: connections between the hosts must not go there.
         proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://10.77.0.99:3128")
-        self._env = {**variables, **proxies, "OMP_NUM_THREADS": "1"}
+        self._env = {**variables, **proxies, "OMP_NUM_THREADS": "1", "UNIDIST_SECRET": "of these tests"}
 
     def script(self, name: str = "train.py", machine: str = MACHINE, epochs: int = 2, **options: object) -> Path:
         path = self._folder / name
@@ -47,8 +47,14 @@ class Nodes(Started):
         path.write_text(SCRIPT.format(examples=str(ROOT / "examples"), machine=machine, options=options, epochs=epochs))
         return path
 
-    def start(self, node: int, script: Path) -> subprocess.Popen[str]:
-        return self.keep(self._hosts[node].start([self._python, str(script)], env=self._env))
+    def start(self, node: int, script: Path, **variables: object) -> subprocess.Popen[str]:
+        env = {**self._env, **{name: str(value) for name, value in variables.items()}}
+        return self.keep(self._hosts[node].start([self._python, str(script)], env=env))
+
+    def launch(self, launcher: list[str], script: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+        """By a launcher that is not ours, and passes little of its environment on."""
+        forward = ["env", *(f"{name}={value}" for name, value in self._env.items())]
+        return self.keep(self._hosts[0].start([*launcher, *forward, self._python, str(script)], env=env))
 
     def run(self, node: int, command: list[str]) -> subprocess.Popen[str]:
         return self.keep(self._hosts[node].start(command))
@@ -103,7 +109,7 @@ def test_lists_in_another_order(nodes: Nodes) -> None:
     one, other = nodes.script("a/train.py", timeout=60.0), nodes.script("b/train.py", machine=swapped, timeout=60.0)
     for code, _, said in outcome(nodes.start(0, one), nodes.start(1, other)):
         assert code != 0
-        assert "the list of machines differs between nodes" in said
+        assert re.search("two processes say they are rank 0, .*the options differs: machine=", said), said
 
 
 RELAY = """
@@ -155,3 +161,73 @@ def test_a_host_that_dies_ends_the_others(nodes: Nodes, hosts: Hosts) -> None:
             assert "PeerFailed" in said
     finally:
         hosts.heal(1)
+
+
+PLAIN = """
+import os
+import sys
+import unidist
+
+with unidist.Strategy("oneflow", timeout={timeout}, device="cpu") as strategy:
+    for step in range({steps}):
+        strategy.all_reduce(step, "sum")
+        if step == 3 and strategy.rank == 1:
+            {last}
+    strategy.print("ranks", strategy.all_gather(strategy.rank))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("os._exit(0)", "ended in mid-training"),
+        ("sys.exit(0)", r"sys\.exit\(0\) has left its Strategy"),
+        ("raise KeyError('what is wrong')", "KeyError: 'what is wrong'"),
+    ],
+    ids=["_exit", "exit", "raised"],
+)
+def test_a_rank_that_is_gone_is_named_first(nodes: Nodes, hosts: Hosts, launcher: str, last: str, said: str) -> None:
+    if reason := why_not(*(SLURM if launcher == "srun" else MPI)):
+        pytest.skip(reason)
+    script = nodes.script()
+    script.write_text(PLAIN.format(timeout=60, steps=10**9, last=last))
+    srun = ["srun", "-N2", "-n2"]
+    mpirun = [*hosts.mpirun(1), "-np", "2", "-x", "MASTER_ADDR=h0"]
+    command, env = (srun, hosts.slurm()) if launcher == "srun" else (mpirun, {})
+    [(code, _, told)] = outcome(nodes.launch(command, script, env))
+    assert code != 0, told
+    lines = [line for line in told.splitlines() if "rank 0 on h0 ends with it" in line]
+    assert lines, told
+    assert re.search(f"unidist: PeerFailed: rank 1 on h1: {said}", lines[0]), told
+    assert "Check failure stack trace" not in told
+
+
+@pytest.mark.parametrize(
+    ("master", "place", "words"),
+    [
+        ("10.77.0.99", 1, r"no way leads from h1 to 10\.77\.0\.99|no answer comes back from 10\.77\.0\.99"),
+        ("no-such-host.invalid", 1, "which h1 cannot resolve"),
+        ("localhost", 1, "localhost is always the own host"),
+        ("10.77.0.99", 0, "rank 1 of 2 did not come"),
+    ],
+)
+def test_a_master_that_is_not_there(nodes: Nodes, master: str, place: int, words: str) -> None:
+    script = nodes.script()
+    script.write_text(PLAIN.format(timeout=5, steps=1, last="pass"))
+    [(code, _, said)] = outcome(
+        nodes.start(place, script, MASTER_ADDR=master, MASTER_PORT=9988, WORLD_SIZE=2, RANK=place)
+    )
+    assert code == 1
+    assert re.search(words, said), said
+
+
+def test_a_master_that_knows_itself_as_localhost(nodes: Nodes) -> None:
+    """As Kubeflow's operators tell the master's pod."""
+    script = nodes.script()
+    script.write_text(PLAIN.format(timeout=60, steps=4, last="pass"))
+    place = {"MASTER_PORT": 9988, "WORLD_SIZE": 2}
+    first = nodes.start(0, script, MASTER_ADDR="localhost", RANK=0, **place)
+    (code, said, told), other = outcome(first, nodes.start(1, script, MASTER_ADDR="h0", RANK=1, **place))
+    assert code == other[0] == 0, (told, other)
+    assert said == "ranks [0, 1]\n"

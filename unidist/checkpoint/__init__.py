@@ -9,8 +9,8 @@ The names of arrays begin with a section, "model/0.weight": each section is a fi
 model-….safetensors as it is. `fit` checks what was read against a model before anything in memory is touched.
 """
 
-from unidist.checkpoint.names import compare, fit, from_gluon, strip_prefix, to_gluon
+from unidist.checkpoint.names import compare, fit, strip_prefix
 from unidist.checkpoint.reader import Checkpoint, latest, read
 from unidist.checkpoint.writer import write
 
-__all__ = ["Checkpoint", "compare", "fit", "from_gluon", "latest", "read", "strip_prefix", "to_gluon", "write"]
+__all__ = ["Checkpoint", "compare", "fit", "latest", "read", "strip_prefix", "write"]

@@ -1,21 +1,25 @@
 """Named arrays in one safetensors file.
 
-Reading is the safetensors library's, which trusts nothing in the file. Writing is ours: the format is a header and
-the bytes, and writing it in one pass gives the checksum and a sync without a second copy in memory, under a name and
-with permissions that we choose (the library writes a .tmp file of mode 0600, which a killed writer leaves behind).
+The format is a header and the bytes. Reading and writing it here, in one pass over a file that is opened once, gives
+the checksum without a second copy in memory or a second look at a file that another process may replace meanwhile, and
+a file is written under a name and with permissions that we choose (the library's writer leaves a .tmp file of mode
+0600 behind when it is killed, and its reader needs the path).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from unidist.checkpoint import expect
+from unidist.checkpoint.layout import open_file
 from unidist.errors import CheckpointError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +40,10 @@ _CODES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items() if name != "bfloat16"}
 _CHUNK = 16 << 20
+_LONGEST_HEADER = 100_000_000  # the library's own bound
+_MOST_DIMENSIONS = 32  # numpy's, before 2.0
 
 
 def check(name: str, array: Any) -> Array:
@@ -74,46 +81,89 @@ def save(file: Path, arrays: Mapping[str, Array]) -> tuple[int, str]:
     return 8 + len(text) + end, digest.hexdigest()
 
 
-def load(file: Path, size: int | None = None, sha256: str | None = None) -> dict[str, Array]:
-    """The arrays of a file; with `size` and `sha256`, only if it still is what was written.
+def load(file: Path, size: int | None = None, sha256: str | None = None) -> tuple[dict[str, Array], str]:
+    """The arrays of a file and its SHA-256; with `size` and `sha256`, only if it still is what was written.
 
     bfloat16, which numpy lacks, comes as float32: the same values.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    with open(file, "rb") as data:  # here, so that a missing or unreadable file is told by the system's own words
+    with open_file(file) as data:
         found = os.fstat(data.fileno()).st_size
         if size is not None and found != size:
             raise CheckpointError(f"{file} is {'truncated' if found < size else 'damaged'}: {found} of {size} bytes")
-        if sha256 is not None:
-            digest = hashlib.sha256()
-            while chunk := data.read(_CHUNK):
-                digest.update(chunk)
-            if digest.hexdigest() != sha256:
-                raise CheckpointError(f"{file} is damaged: its bytes are not those that were written (SHA-256 differs)")
-    try:
+        digest = hashlib.sha256()
+        arrays: dict[str, Array] = {}
         try:
-            return dict(load_file(file))
-        except (TypeError, KeyError, AttributeError):  # how versions of the library say that numpy has no such dtype
-            return {name: _from_bytes(name, **view) for name, view in _views(file)}
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+            for name, code, shape in _header(data, found, digest):
+                arrays[name] = _read_array(data, name, code, shape, digest)
+        except (CheckpointError, ValueError, MemoryError) as error:
+            raise CheckpointError(f"{file} is damaged, or is not a whole safetensors file: {error}") from error
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise CheckpointError(f"{file} is damaged: its bytes are not those that were written (SHA-256 differs)")
+    return arrays, digest.hexdigest()
 
 
-def _views(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    from safetensors import deserialize
+def _header(data: BinaryIO, size: int, digest: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, code of the dtype, shape) of each array, in the order of their bytes, which they fill without a gap."""
+    first = bytearray(8)
+    _fill(data, memoryview(first), digest)
+    length = int.from_bytes(first, "little")
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise CheckpointError(f"its header would be {length} bytes long")
+    written = bytearray(length)
+    _fill(data, memoryview(written), digest)
+    try:
+        entries = expect.mapping("its header", json.loads(written.decode()))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"its header is no JSON: {error}") from error
+    entries.pop("__metadata__", None)
+    end = 0
+    described = {name: _described(name, entry) for name, entry in entries.items()}
+    for name, (begin, stop, code, shape) in sorted(described.items(), key=lambda each: each[1][:2]):
+        if begin != end or stop - begin != math.prod(shape) * _width(name, code):
+            raise CheckpointError(f"{name!r} is said to be at bytes {begin} to {stop}")
+        end = stop
+        yield name, code, shape
+    if 8 + length + end != size:
+        raise CheckpointError(f"its arrays end at byte {8 + length + end} of {size}")
 
-    views: list[tuple[str, dict[str, Any]]] = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
-    return views
+
+def _described(name: str, entry: object) -> tuple[int, int, str, tuple[int, ...]]:
+    said = expect.mapping(f"the entry {name!r}", entry)
+    shape, offsets = said.get("shape"), said.get("data_offsets")
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise expect.refuse(f"the shape of {name!r}", shape, "a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise expect.refuse(f"the place of {name!r}", offsets, "where it begins and ends")
+    begin, stop = (expect.whole(f"the place of {name!r}", each) for each in offsets)
+    sizes = tuple(expect.whole(f"the shape of {name!r}", each) for each in shape)
+    return begin, stop, expect.text(f"the dtype of {name!r}", said.get("dtype")), sizes
 
 
-def _from_bytes(name: str, dtype: str, shape: list[int], data: Any) -> Array:
-    if dtype == "BF16":
-        widened: Array = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+def _width(name: str, code: str) -> int:
+    if code == "BF16":
+        return 2
+    if code not in _DTYPES:
+        raise CheckpointError(f"{name!r} has dtype {code}, which numpy does not have: convert it to float32 first")
+    width: int = _DTYPES[code].itemsize
+    return width
+
+
+def _read_array(data: BinaryIO, name: str, code: str, shape: tuple[int, ...], digest: Any) -> Array:
+    array: Array = np.empty(shape, np.dtype("<u2") if code == "BF16" else _DTYPES[code])
+    _fill(data, array.reshape(-1).view(np.uint8).data, digest)
+    if code == "BF16":
+        widened: Array = (array.astype(np.uint32) << 16).view(np.float32)
         return widened
-    for own, code in _CODES.items():
-        if code == dtype:
-            array: Array = np.frombuffer(data, np.dtype(own)).reshape(shape).copy()
-            return array
-    raise CheckpointError(f"{name} has dtype {dtype}, which numpy does not have: convert it to float32 first")
+    if code == "BOOL" and array.size and array.view(np.uint8).max() > 1:
+        raise CheckpointError(f"{name!r} holds bytes that are no bools")
+    return array
+
+
+def _fill(data: BinaryIO, into: memoryview, digest: Any) -> None:
+    done = 0
+    while done < len(into):
+        count = data.readinto(into[done : done + _CHUNK])  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointError("it is truncated")
+        digest.update(into[done : done + count])
+        done += count

@@ -14,15 +14,21 @@ Files of killed writers are removed by the next save; files that are not unidist
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from unidist._version import __version__
-from unidist.errors import CheckpointError
+from unidist.checkpoint import expect
+from unidist.checkpoint.values import decode
+from unidist.errors import CheckpointError, UsageError
 
 FORMAT = "unidist checkpoint"
 VERSION = 1
@@ -37,25 +43,55 @@ class NotOurs(CheckpointError):
     """A checkpoint.json that some other program wrote."""
 
 
+def place(path: object) -> Path:
+    """Where a checkpoint is, as the user has said it."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"the path is {reprlib.repr(path)}: it must be a text, or a pathlib.Path, without NUL")
+    return Path(text)
+
+
+@contextlib.contextmanager
+def open_file(file: Path) -> Iterator[BinaryIO]:
+    """To be read without a buffer. Whatever else than a file has its name is refused: a pipe would be waited for."""
+    with open(file, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise CheckpointError(f"{file} is damaged: it is no regular file")
+        yield opened
+
+
 def read_index(directory: Path) -> dict[str, Any]:
-    """The parsed and checked checkpoint.json. Raises FileNotFoundError when there is none."""
+    """The parsed checkpoint.json, every part of it checked. Raises FileNotFoundError when there is none."""
     file = directory / INDEX
-    data = file.read_bytes()
+    with open_file(file) as opened:
+        data = opened.read()
     try:
         body = json.loads(data, parse_constant=_refuse)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise NotOurs(f"{file} was not written by unidist: this is another program's")
+        if repr(body.get("version")) != repr(VERSION):  # True is not 1
+            raise CheckpointError(
+                f"{file} has format version {reprlib.repr(body.get('version'))}, this unidist ({__version__}) reads "
+                f"{VERSION}: it was written by unidist {str(body.get('unidist'))[:40]}"
+            )
+        if body.get("sha256") != digest(body):
+            raise CheckpointError(f"{file} is damaged, or was changed by hand: its SHA-256 differs")
+        expect.whole("serial", body.get("serial"))
+        for section, entry in expect.mapping("files", body.get("files")).items():
+            if not SECTION.fullmatch(section):
+                raise CheckpointError(f"{section[:80]!r} is no name of a section")
+            said = expect.mapping(f"the file of {section}", entry)
+            expect.whole(f"the size of {section}", said.get("bytes"))
+            expect.text(f"the SHA-256 of {section}", said.get("sha256"))
+            if not OURS.fullmatch(expect.text(f"the file of {section}", said.get("file"))):
+                raise CheckpointError(f"{file} names files outside its directory")
+        body["values"] = expect.mapping("values", decode(body.get("values")))
+    except CheckpointError as error:
+        if str(file) in str(error):
+            raise
+        raise CheckpointError(f"{file} is damaged: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is truncated or damaged: {error}") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise NotOurs(f"{file} was not written by unidist: this is another program's")
-    if body.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} has format version {body.get('version')!r}, this unidist ({__version__}) reads {VERSION}: it was "
-            f"written by unidist {body.get('unidist')}"
-        )
-    if body.pop("sha256", None) != digest(body):
-        raise CheckpointError(f"{file} is damaged, or was changed by hand: its SHA-256 differs")
-    if not all(OURS.fullmatch(entry["file"]) for entry in body["files"].values()):
-        raise CheckpointError(f"{file} names files outside its directory")
     return body
 
 
@@ -64,8 +100,9 @@ def _refuse(constant: str) -> None:
 
 
 def digest(body: Mapping[str, Any]) -> str:
-    """Of the parsed content, so that line ends and indentation do not matter."""
-    return hashlib.sha256(json.dumps(body, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+    """Of the parsed content but the digest itself, so that line ends and indentation do not matter."""
+    content = {key: value for key, value in body.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 
 
 def numbered(folder: Path) -> list[Path]:

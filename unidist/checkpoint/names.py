@@ -1,80 +1,41 @@
-"""What an array is called: the rules between frameworks, as data, and whether what was read fits a model.
+"""What an array is called, and whether what was read fits a model.
 
-The portable names are torch's, without any wrapper's prefix; OneFlow's are the same. Gluon's structural names
-(`_collect_params_with_prefix`) differ in the last parts only, and no array needs a transpose.
+The portable names are torch's, without any wrapper's prefix. A backend whose framework has others translates them;
+what only some frameworks have, their plug-ins declare.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from unidist import registry
 from unidist.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 Spec = tuple[Sequence[int], Any]  # shape, and the dtype as any framework spells it, or None for any
 
-WRAPPERS = ("module.", "_orig_mod.")  # DataParallel and DDP; torch.compile
-
-# Gluon -> torch, on the end of a name; the first that matches.
-GLUON = tuple(
-    (re.compile(rf"(^|\.){pattern}$"), replacement)
-    for pattern, replacement in (
-        # rnn.LSTM, GRU, RNN: layer, direction (only when there are two), input or hidden, kind
-        (r"_unfused\.(\d+)\.l_cell\.i2h_(weight|bias)", r"\1\3_ih_l\2"),
-        (r"_unfused\.(\d+)\.l_cell\.h2h_(weight|bias)", r"\1\3_hh_l\2"),
-        (r"_unfused\.(\d+)\.r_cell\.i2h_(weight|bias)", r"\1\3_ih_l\2_reverse"),
-        (r"_unfused\.(\d+)\.r_cell\.h2h_(weight|bias)", r"\1\3_hh_l\2_reverse"),
-        (r"_unfused\.(\d+)\.i2h_(weight|bias)", r"\1\3_ih_l\2"),
-        (r"_unfused\.(\d+)\.h2h_(weight|bias)", r"\1\3_hh_l\2"),
-        (r"i2h_(weight|bias)", r"\1\2_ih"),  # rnn.LSTMCell and its like
-        (r"h2h_(weight|bias)", r"\1\2_hh"),
-        (r"gamma", r"\1weight"),  # every normalisation
-        (r"beta", r"\1bias"),
-        (r"alpha", r"\1weight"),  # PReLU
-    )
-)
-
-# Buffers that only some frameworks have. Dropped where the model lacks them, filled in where the file does:
-# torch counts the batches of a BatchNorm, and uses the count only when its momentum is None.
-ONLY_SOME: dict[str, Array] = {"num_batches_tracked": np.zeros((), np.int64)}
-
 SHOWN = 8
 
-
-def from_gluon(names: Iterable[str]) -> dict[str, str]:
-    """Gluon name -> portable name, for all names of a model, in their order."""
-    gluon = list(names)
-    mapped = {name: _from_gluon(name) for name in gluon}
-    taken: dict[str, list[str]] = {}
-    for name, portable in mapped.items():
-        taken.setdefault(portable, []).append(name)
-    # A block of one's own may have both "weight" and "gamma": those keep their names.
-    return {name: portable if len(taken[portable]) == 1 else name for name, portable in mapped.items()}
-
-
-def to_gluon(names: Iterable[str]) -> dict[str, str]:
-    """Portable name -> Gluon name. `names` are the Gluon model's own: "weight" alone does not tell a gamma."""
-    return {portable: gluon for gluon, portable in from_gluon(names).items()}
-
-
-def _from_gluon(name: str) -> str:
-    for pattern, replacement in GLUON:
-        renamed, count = pattern.subn(replacement, name)
-        if count:
-            return renamed
-    return name
+# The least and the largest that a dtype can hold.
+LIMITS: dict[str, tuple[float, float]] = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+    "float16": (-65504.0, 65504.0),
+    "float32": (-3.4028234663852886e38, 3.4028234663852886e38),
+    "bfloat16": (-3.3895313892515355e38, 3.3895313892515355e38),
+}
 
 
 def strip_prefix(arrays: Mapping[str, Array], expected: Iterable[str] = ()) -> dict[str, Array]:
     """Without the wrappers' prefixes that every name has, unless the model's own names (`expected`) have them too."""
     stripped, own = dict(arrays), set(expected)
+    wrappers = [prefix for plugin in registry.loadable() for prefix in plugin.names.wrappers]
     while stripped and not own.intersection(stripped):
-        wrapper = next((each for each in WRAPPERS if all(name.startswith(each) for name in stripped)), None)
+        wrapper = next((each for each in wrappers if all(name.startswith(each) for name in stripped)), None)
         if wrapper is None:
             break
         stripped = {name[len(wrapper) :]: array for name, array in stripped.items()}
@@ -82,16 +43,20 @@ def strip_prefix(arrays: Mapping[str, Array], expected: Iterable[str] = ()) -> d
 
 
 def fit(arrays: Mapping[str, Array], expected: Mapping[str, Spec], what: str = "the model") -> dict[str, Array]:
-    """The arrays for exactly the names in `expected`, in that order; CheckpointError when they do not fit."""
+    """The arrays for exactly the names in `expected`, in that order; CheckpointError when they do not fit, by name,
+    shape or kind, or because the dtype here cannot hold their values."""
     found = strip_prefix(arrays, expected)
-    for ending, default in ONLY_SOME.items():
+    extra = {ending: dtype for plugin in registry.loadable() for ending, dtype in plugin.names.extra.items()}
+    for ending, dtype in extra.items():
         for name in [name for name in found if _ends(name, ending) and name not in expected]:
             del found[name]
         # Only where the layer itself is there: else the missing layer would be hidden.
         for name in [name for name in expected if _ends(name, ending) and name not in found]:
             if any(other.startswith(name[: -len(ending)]) for other in found):
-                found[name] = default.copy()
+                found[name] = np.zeros((), dtype)
     compare(expected, found, what)
+    for name in expected:
+        check_range(name, found[name], expected[name][1])
     return {name: found[name] for name in expected}
 
 
@@ -128,18 +93,46 @@ def compare(expected: Mapping[str, Spec], found: Mapping[str, Array], what: str 
     more = [f"  … and {total - len(lines)} more"] if total > len(lines) else []
     raise CheckpointError(
         f"the checkpoint does not fit {what}: {len(missing)} names missing, {len(unexpected)} unexpected, "
-        f"{len(shapes)} of another shape, {len(kinds)} of another dtype. Nothing was changed.\n"
-        + "\n".join(lines + more)
+        f"{len(shapes)} of another shape, {len(kinds)} of another dtype.\n" + "\n".join(lines + more)
     )
+
+
+def check_tied(arrays: Mapping[str, Array], holders: Mapping[str, object]) -> None:
+    """Where two names mean one and the same array of the model, by its holder, both must have the same values."""
+    first: dict[int, str] = {}
+    for name in arrays:
+        other = first.setdefault(id(holders[name]), name)
+        kind = arrays[name].dtype.kind
+        if other != name and not np.array_equal(arrays[name], arrays[other], equal_nan=kind == "f"):
+            raise CheckpointError(
+                f"{other} and {name} are one array in the model, and two that differ in the checkpoint"
+            )
 
 
 def _ends(name: str, ending: str) -> bool:
     return name.rpartition(".")[2] == ending
 
 
+def _text(dtype: Any) -> str:
+    """ "float32", of numpy's, torch's ("torch.float32") and OneFlow's dtypes alike."""
+    text: str = getattr(dtype, "__name__", None) or str(dtype)  # MXNet says <class 'numpy.float32'>
+    return text.rpartition(".")[2]
+
+
 def _kind(dtype: Any) -> str | None:
-    """ "float", "int", "bool" or "complex", of numpy's, torch's ("torch.float32") and OneFlow's dtypes alike."""
+    """ "float", "int", "bool" or "complex"."""
     if dtype is None:
         return None
-    text = getattr(dtype, "__name__", None) or str(dtype)  # MXNet says <class 'numpy.float32'>
+    text = _text(dtype)
     return next((kind for kind in ("complex", "float", "int", "bool") if kind in text), text)
+
+
+def check_range(name: str, array: Array, dtype: Any) -> None:
+    """Another width of the same kind is fine, as long as 300 does not become 44, or 1e300 infinite."""
+    text = _text(dtype)
+    finite = array[np.isfinite(array)] if array.dtype.kind == "f" and text != array.dtype.name else array
+    if text not in LIMITS or text == array.dtype.name or not finite.size:
+        return
+    low, high = finite.min().item(), finite.max().item()
+    if low < LIMITS[text][0] or high > LIMITS[text][1]:
+        raise CheckpointError(f"{name} has values from {low:g} to {high:g}, which {text} cannot hold")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from unidist.checkpoint import arrays as array_files
+from unidist.checkpoint import layout
 from unidist.checkpoint.arrays import Array
 from unidist.checkpoint.layout import INDEX, OURS, numbered, read_index
-from unidist.checkpoint.values import decode
 from unidist.errors import CheckpointError
 
 
@@ -23,36 +23,35 @@ class Checkpoint:
     path: Path
     arrays: dict[str, Array]
     values: dict[str, Any]
+    sha256: str = ""  # of the index, which holds that of every file; of the file itself where there is no index
 
     def section(self, name: str) -> dict[str, Array]:
         """The arrays of one section, by their names within it."""
         return {key[len(name) + 1 :]: array for key, array in self.arrays.items() if key.startswith(f"{name}/")}
 
 
-def read(path: str | os.PathLike[str], *, only: Collection[str] | None = None) -> Checkpoint:
+def read(path: str | os.PathLike[str], *, only: Collection[str] | None = None, missing_ok: bool = False) -> Checkpoint:
     """Read and check everything, or the arrays of the sections in `only`; what is not whole raises CheckpointError.
 
     `path` is a checkpoint, a folder of numbered ones (the newest is read), or a plain .safetensors file, whose arrays
-    become the section "model".
+    become the section "model". While another process saves there, what is read is the old checkpoint or the new one.
     """
-    place = Path(path)
+    place = layout.place(path)
     try:
         if place.is_file():
             return _read_plain(place)
-        missing, seen = "", None
+        seen = None
         while True:
-            directory = place if (place / INDEX).exists() else latest(place)
-            if directory is None:
+            found = _newest(place)
+            if found is None:
                 raise CheckpointError(_nothing_at(place))
             try:
-                index = read_index(directory)
-                if index == seen:
-                    raise CheckpointError(f"{directory} is not whole: {missing} is missing")
-                seen = index
-                return _read_indexed(directory, index, only)
+                return _read_indexed(*found, only, missing_ok)
             except FileNotFoundError as error:
                 # Another process may have saved meanwhile: then there is a new index, which names new files.
-                missing = Path(error.filename).name
+                if found[1]["sha256"] == seen:
+                    raise CheckpointError(_not_whole(found[0], error)) from error
+                seen = found[1]["sha256"]
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename or place}: {error.strerror or error}") from error
 
@@ -63,47 +62,76 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Last written, not highest number: after going back to an older one, the run that was left is not resumed. One that
     was damaged since is passed over with a warning. `folder` may be a checkpoint itself.
     """
-    place = Path(folder)
-    if (place / INDEX).exists():
+    place = layout.place(folder)
+    if (place / INDEX).exists():  # damaged or not
         return place
-    newest: tuple[int, Path] | None = None
-    for directory in numbered(place):
-        try:
-            index = read_index(directory)
-            for entry in index["files"].values():
-                if (directory / entry["file"]).stat().st_size != entry["bytes"]:
-                    raise CheckpointError(f"{directory / entry['file']} has not the size that was written")
-        except FileNotFoundError:
-            continue  # never finished, or just being removed
-        except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=2)
-            continue
-        if newest is None or newest[0] < index["serial"]:
-            newest = index["serial"], directory
-    return newest[1] if newest else None
+    found = _newest(place)
+    return found[0] if found else None
 
 
-def _read_indexed(directory: Path, index: dict[str, Any], only: Collection[str] | None) -> Checkpoint:
+def _newest(place: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint itself, or of numbered ones the last written, with its index."""
+    try:
+        return place, read_index(place)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    seen: set[Path] | None = None
+    while True:
+        listed = set(numbered(place))
+        whole = [(index["serial"], directory, index) for directory in listed if (index := _whole_index(directory))]
+        if whole:
+            return max(whole, key=lambda each: each[:2])[1:]
+        if listed == seen:
+            return None
+        seen = listed  # a writer that keeps only one may have replaced it since they were listed
+
+
+def _whole_index(directory: Path) -> dict[str, Any] | None:
+    """None when there is none, or its files are not those that were written; the latter with a warning."""
+    seen = None
+    try:
+        while True:
+            try:
+                index = read_index(directory)
+            except FileNotFoundError:
+                return None  # never finished, or just being removed
+            try:
+                for entry in index["files"].values():
+                    if (directory / entry["file"]).stat().st_size != entry["bytes"]:
+                        raise CheckpointError(f"{directory / entry['file']} has not the size that was written")
+                return index
+            except FileNotFoundError as error:
+                if index["sha256"] == seen:
+                    raise CheckpointError(_not_whole(directory, error)) from error
+                seen = index["sha256"]  # it may have been saved anew, or removed, meanwhile
+    except CheckpointError as error:
+        warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
+        return None
+
+
+def _read_indexed(directory: Path, index: dict[str, Any], only: Collection[str] | None, missing_ok: bool) -> Checkpoint:
     files = index["files"]
     absent = [section for section in only or () if section not in files]
-    if absent:
+    if absent and not missing_ok:
         raise CheckpointError(f"{directory} has no section {absent[0]!r}, it has {', '.join(files) or 'none'}")
     arrays = {
         f"{section}/{name}": array
         for section, entry in files.items()
         if only is None or section in only
-        for name, array in array_files.load(directory / entry["file"], entry["bytes"], entry["sha256"]).items()
+        for name, array in array_files.load(directory / entry["file"], entry["bytes"], entry["sha256"])[0].items()
     }
-    try:
-        return Checkpoint(directory, arrays, decode(index["values"]))
-    except ValueError as error:
-        raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
+    return Checkpoint(directory, arrays, index["values"], index["sha256"])
 
 
 def _read_plain(file: Path) -> Checkpoint:
     if file.name == INDEX:
         raise CheckpointError(f"{file}: give the directory {file.parent}")
-    return Checkpoint(file, {f"model/{name}": array for name, array in array_files.load(file).items()}, {})
+    arrays, sha256 = array_files.load(file)
+    return Checkpoint(file, {f"model/{name}": array for name, array in arrays.items()}, {}, sha256)
+
+
+def _not_whole(directory: Path, error: FileNotFoundError) -> str:
+    return f"{directory} is not whole: {Path(error.filename).name} is missing"
 
 
 def _nothing_at(place: Path) -> str:

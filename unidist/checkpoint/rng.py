@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from unidist.checkpoint import expect
 from unidist.errors import CheckpointError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -27,19 +28,30 @@ def capture() -> dict[str, Array]:
     }
 
 
-def restore(arrays: Mapping[str, Array]) -> None:
-    """Continue where `capture` was. Both are checked before either is changed."""
-    shapes = {"python": (625,), "python_gauss": (2,), "numpy": (625,), "numpy_gauss": (2,)}
-    for name, shape in shapes.items():
-        if name not in arrays or arrays[name].shape != shape:
-            raise CheckpointError(f"the generator state {name!r} is missing or has not the shape {shape}")
-    has, gauss = arrays["python_gauss"].tolist()
-    python = (3, tuple(arrays["python"].tolist()), gauss if has else None)
-    before = random.getstate()
+def restorer(arrays: Mapping[str, Array]) -> Callable[[], None]:
+    """What makes both continue where `capture` was. All is checked here, and tried out on generators of no one."""
+    words, gauss = {}, {}
+    for name in ("python", "numpy"):
+        words[name] = expect.array(f"the generator state {name!r}", arrays.get(name), np.uint32, (625,))
+        if words[name][624] > 624 or not words[name][:624].any():  # numpy would read beyond its words, or draw zeros
+            raise CheckpointError(f"the generator state {name!r} is damaged")
+        has, value = expect.array(
+            f"the generator state '{name}_gauss'", arrays.get(f"{name}_gauss"), np.float64, (2,)
+        ).tolist()
+        if has not in (0.0, 1.0) or not np.isfinite(value):
+            raise CheckpointError(f"the generator state '{name}_gauss' is damaged: it is {[has, value]}")
+        gauss[name] = value if has else None
+    python = (3, tuple(words["python"].tolist()), gauss["python"])
+    kept = gauss["numpy"]
+    numpy = ("MT19937", words["numpy"][:624], int(words["numpy"][624]), int(kept is not None), kept or 0.0)
     try:
-        random.setstate(python)
-        has, gauss = arrays["numpy_gauss"].tolist()
-        np.random.set_state(("MT19937", arrays["numpy"][:624], int(arrays["numpy"][624]), int(has), gauss))
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
     except (ValueError, TypeError) as error:
-        random.setstate(before)
         raise CheckpointError(f"the generator state is damaged: {error}") from error
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore

@@ -14,6 +14,7 @@ import numpy as np
 
 from unidist.errors import UsageError
 
+LONGEST = 13_000  # bits of a whole number: of those with more than 4,300 digits Python makes no text
 DEEPEST = 100  # a value that holds itself would go on for ever
 
 
@@ -23,6 +24,8 @@ def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
         raise UsageError(f"{path[:200]}… is nested more than {DEEPEST} deep: does it hold itself?")
     if isinstance(value, np.generic):
         value = value.item()
+    if type(value) is int and value.bit_length() > LONGEST:
+        raise UsageError(f"{path} is a whole number of some {value.bit_length() * 3 // 10} digits: keep it as a text")
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -45,20 +48,26 @@ def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, depth: int = 0) -> Any:
     """The inverse. A form that `encode` does not make raises ValueError."""
+    if depth > DEEPEST + 1:
+        raise ValueError(f"values are nested more than {DEEPEST} deep")
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(each, depth + 1) for each in value]
     if not isinstance(value, dict):
         return value
     marks = [key for key in value if key.startswith("$")]
     if not marks:
-        return {key: decode(each) for key, each in value.items()}
+        return {key: decode(each, depth + 1) for key, each in value.items()}
     match value:
         case {"$float": "nan" | "inf" | "-inf" as text} if len(value) == 1:
             return float(text)
         case {"$tuple": [*parts]} if len(value) == 1:
-            return tuple(decode(each) for each in parts)
-        case {"$items": [*pairs]} if len(value) == 1:
-            return {key: decode(each) for key, each in pairs}
-    raise ValueError(f"unknown form {marks[0]!r}")
+            return tuple(decode(each, depth + 1) for each in parts)
+        case {"$items": [*pairs]} if len(value) == 1 and all(map(_is_item, pairs)):
+            return {key: decode(each, depth + 1) for key, each in pairs}
+    raise ValueError(f"unknown form {marks[0][:80]!r}")
+
+
+def _is_item(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and (pair[0] is None or isinstance(pair[0], (str, int)))

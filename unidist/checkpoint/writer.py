@@ -17,7 +17,18 @@ from typing import Any
 from unidist._version import __version__
 from unidist.checkpoint import arrays as array_files
 from unidist.checkpoint.arrays import Array
-from unidist.checkpoint.layout import FORMAT, INDEX, OURS, SECTION, VERSION, NotOurs, digest, numbered, read_index
+from unidist.checkpoint.layout import (
+    FORMAT,
+    INDEX,
+    OURS,
+    SECTION,
+    VERSION,
+    NotOurs,
+    digest,
+    numbered,
+    place,
+    read_index,
+)
 from unidist.checkpoint.values import encode
 from unidist.errors import CheckpointError, UsageError
 
@@ -36,7 +47,7 @@ def write(
     saved raises UsageError before the disk is touched; a save that fails raises CheckpointError and leaves the
     checkpoint that was there.
     """
-    folder = Path(path)
+    folder = place(path)
     if step is None and keep is not None:
         raise UsageError("keep= needs step=, the number under which this checkpoint is kept")
     number = None if step is None else _whole("step", step, 0)

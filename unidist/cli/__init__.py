@@ -13,11 +13,15 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from unidist.checks import did_you_mean
 from unidist.errors import UnidistError, UsageError
 
 COMMANDS = {
+    "new": "write a training script to start from",
     "run": "start a script on N processes, show their output, end them together",
     "setup": "build the environment that a framework needs",
+    "shell": "a shell in the environment of a framework",
+    "python": "Python in the environment of a framework",
     "bench": "what unidist costs, measured beside the same loop written by hand",
     "backends": "which backends there are, what each can do, and why one cannot start here",
 }
@@ -25,9 +29,12 @@ COMMANDS = {
 EXAMPLES = """\
 examples:
   unidist setup torch                                   install PyTorch into its own environment, once
+  unidist new --framework torch train.py                a script to start from
   unidist run --backend torch --nproc 2 train.py        train on two processes of this machine
   unidist run --nproc 4 --option bucket_cap_mb=50 train.py --epochs 3
   unidist run --dry-run --nproc 2 train.py              show what would be started
+  unidist setup torch --with transformers               add a package to that environment
+  unidist python torch -m pip list                      use it by hand
   unidist backends                                      what can run here
 
 `unidist COMMAND --help` explains each. From a clone that is not installed: `python -m unidist COMMAND`.
@@ -54,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"unidist {__version__}")
         return 0
     if known.command is not None:
-        near = difflib.get_close_matches(known.command, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(known.command, COMMANDS)
         top.error(f"there is no command {known.command!r}.{hint} Commands: {', '.join(COMMANDS)}")
     top.print_help(sys.stderr if arguments else sys.stdout)
     return 2 if arguments else 0

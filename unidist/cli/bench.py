@@ -9,7 +9,7 @@ from unidist.errors import UsageError
 
 BENCHMARKS = {
     "step": "a training step: hand-written loop against unidist, interleaved",
-    "launch": "from the command to the first all-reduce: by hand, `unidist run`, the engine's own launcher",
+    "launch": "from the command to the first all-reduce: by hand or by the engine's own launcher, and `unidist run`",
 }
 
 
@@ -18,24 +18,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<8}{text}" for name, text in BENCHMARKS.items())
     add = parser.add_argument
     add("benchmark", choices=BENCHMARKS)
-    add("-b", "--backend", default="torch")
+    add("-b", "--backend", default=registry.DEFAULT)
     add("-n", "--nproc", type=int, default=2)
     add("-o", "--option", action="append", default=[], metavar="K=V", help="an option of the backend")
-    add("--rounds", type=int, default=41, help="how often each contestant runs (default: 41)")
+    add("--rounds", type=int, help="how often each contestant runs (default: 41 for steps, 11 for launches)")
     add("--steps", type=int, default=50, help="steps in each run (default: 50)")
 
 
 def run(args: argparse.Namespace) -> int:
     plugin = registry.plugin(args.backend)
-    if plugin.bench is None:
-        raise UsageError(f"backend {args.backend!r} brings no hand-written loops to compare with")
-    if args.rounds < 2 or args.steps < 1:
-        raise UsageError("a comparison needs --rounds of at least 2 and --steps of at least 1")
+    if args.rounds is None:
+        args.rounds = 11 if args.benchmark == "launch" else 41
+    if args.rounds < 2 or args.steps < 1 or args.nproc < 1:
+        raise UsageError("a comparison needs --rounds of at least 2, --steps and --nproc of at least 1")
     if args.benchmark == "launch":
         from unidist.bench import launch
 
-        launch.main(plugin, args.nproc, args.rounds)
+        launch.main(plugin, args.nproc, args.rounds, args.option)
         return 0
+    if plugin.bench is None:
+        raise UsageError(f"backend {args.backend!r} brings no hand-written loops to compare with")
     options = [f"--option={each}" for each in args.option]
     program = ["-m", f"unidist.bench.{args.benchmark}", f"--rounds={args.rounds}", f"--steps={args.steps}"]
     from unidist.cli import main

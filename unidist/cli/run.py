@@ -16,11 +16,11 @@ from typing import Any
 from unidist import registry
 from unidist.backend import Plugin
 from unidist.errors import LaunchError, UsageError
-from unidist.launch import environments
+from unidist.launch import environments, outer
 from unidist.launch.engine import Settings, choose_ports, fixed_ports, run_guarded
 from unidist.launch.plan import Job, Process, describe, plan, totals
 from unidist.launch.ports import Ports
-from unidist.launch.processes import cores
+from unidist.launch.processes import cores, gpus
 
 EXAMPLES = """\
 examples:
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "unidist run [--backend B] [--nproc N] [options] script.py [arguments of the script]"
     add = parser.add_argument
-    add("-b", "--backend", help="torch, mxnet, oneflow, horovod or another that is installed; see `unidist backends`")
+    add("-b", "--backend", help=f"{', '.join(registry.names())}; see `unidist backends`")
     add(
         "-n", "--nproc", *_spellings("nproc-per-node"), default="1", metavar="N", help="workers, or `auto` (default: 1)"
     )
@@ -64,11 +64,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
     add(*_spellings("master-addr"), default="127.0.0.1", metavar="A", help="where rank 0 listens (default: 127.0.0.1)")
     add(*_spellings("master-port"), type=_port, metavar="P", help="a fixed port (default: one that is free)")
-    add("--interface", metavar="IF", help="network interface for gloo, NCCL, MXNet and Horovod, such as eth0")
+    add("--interface", metavar="IF", help="network interface for the engine, such as eth0")
     add("--nccl-debug", metavar="LEVEL", help="NCCL_DEBUG: VERSION, WARN, INFO or TRACE")
     add("--nccl-ib-disable", action="store_true", help="NCCL_IB_DISABLE=1: no InfiniBand")
+    add("--standalone", action="store_true", help="train here alone, also where srun or a pod says that there are more")
     # torchrun's words for what is always so here, or is not yet: taken, so that a command line can be carried over.
-    add("--standalone", action="store_true", help=argparse.SUPPRESS)
     add("--nnodes", default="1", help=argparse.SUPPRESS)
     add(*_spellings("node-rank"), type=int, help=argparse.SUPPRESS)
     for name in NOT_NEEDED:
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         options=options,
         host=_address(args.master_addr),
         token=secrets.token_hex(16),
-        env={**variables, **_network(args), **({"OMP_NUM_THREADS": str(threads)} if threads else {})},
+        env={**variables, **_network(args, plugin), **({"OMP_NUM_THREADS": str(threads)} if threads else {})},
     )
     settings = Settings(
         master_port=args.master_port,
@@ -140,10 +140,13 @@ def run(args: argparse.Namespace) -> int:
         quiet=args.quiet,
         master=args.label_master,
     )
+    # What cannot be planned is refused before anything is said.
+    processes = plan(replace(job, ports=(0,) * Job.ports_needed(nproc, args.servers)), plugin)
+    if not args.standalone and all(each.env["UNIDIST_NUM_NODES"] == "1" for each in processes):
+        named = f"-m {script}" if args.module else script
+        outer.refuse_several(os.environ, named, "add --standalone to train on this machine alone")
     if args.dry_run:
         return _show(job, settings, plugin, args.dry_run)
-    # What cannot be planned is refused before anything is said.
-    plan(replace(job, ports=(0,) * Job.ports_needed(nproc, args.servers)), plugin)
     if not args.quiet:
         said = f"; OMP_NUM_THREADS={threads} in each, for {cores()} cores (set it to change that)" if threads else ""
         chosen = "" if args.backend else f" ({why})"
@@ -204,23 +207,13 @@ def _check_torchrun(args: argparse.Namespace) -> None:
 
 def _nproc(text: str) -> int:
     if text in ("auto", "gpu", "cpu"):
-        devices = _gpus() if text != "cpu" else 0
+        devices = gpus() if text != "cpu" else 0
         if text == "gpu" and not devices:
             raise LaunchError("--nproc gpu: no GPU is visible (CUDA_VISIBLE_DEVICES, nvidia-smi)")
         return devices or cores()
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--nproc {text}: give a number of processes from 1 up, or `auto`")
     return int(text)
-
-
-def _gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        return 0
 
 
 def _address(name: str) -> str:
@@ -230,14 +223,15 @@ def _address(name: str) -> str:
         raise UsageError(f"--master-addr {name}: {error}") from None
 
 
-def _network(args: argparse.Namespace) -> dict[str, str]:
+def _network(args: argparse.Namespace, plugin: Plugin) -> dict[str, str]:
     env = {}
     if args.interface:
         known = [name for _, name in socket.if_nameindex()]
         if args.interface not in known:
             raise UsageError(f"--interface {args.interface}: this machine has {', '.join(known)}")
-        names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "DMLC_INTERFACE", "HOROVOD_GLOO_IFACE")
-        env.update(dict.fromkeys(names, args.interface))
+        if not plugin.interface_variables:
+            raise UsageError(f"--interface {args.interface}: backend {plugin.name!r} cannot be told which one to use")
+        env.update(dict.fromkeys(plugin.interface_variables, args.interface))
     if args.nccl_debug:
         env["NCCL_DEBUG"] = args.nccl_debug
     if args.nccl_ib_disable:
@@ -248,7 +242,7 @@ def _network(args: argparse.Namespace) -> dict[str, str]:
 def _show(job: Job, settings: Settings, plugin: Plugin, form: str) -> int:
     with Ports(job.host) as ports:
         numbers = choose_ports(job, fixed_ports(settings, ports), ports)
-        processes = plan(replace(job, ports=numbers, control=f"http://{job.host}:(chosen at start)"), plugin)
+        processes = plan(replace(job, ports=numbers, control=f"tcp://{job.host}:(chosen at start)"), plugin)
     print(json.dumps(describe(processes), indent=2) if form == "json" else _table(processes))
     return 0
 

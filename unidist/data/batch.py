@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from unidist.checks import is_whole
 from unidist.errors import UsageError
 
 Scale = Literal["linear", "sqrt"]
@@ -19,6 +20,7 @@ class Batch:
     devices: int = 1
     workers: int = 1
     scale: Scale | None = None
+    lockstep: bool = True  # an update is made of all workers' samples; where not, of those of one worker
 
     @classmethod
     def of(
@@ -29,18 +31,19 @@ class Batch:
         devices: int,
         workers: int,
         scale: Scale | None = None,
+        lockstep: bool = True,
     ) -> Batch:
         """From exactly one of the two sizes; a global batch that does not divide is refused."""
         if (per_device_batch is None) == (global_batch is None):
             raise UsageError("give exactly one of per_device_batch= and global_batch=")
         size = per_device_batch if global_batch is None else global_batch
         name = "per_device_batch" if global_batch is None else "global_batch"
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_whole(size, 1):
             raise UsageError(f"{name} is {size!r}, it must be a whole number above 0")
         if scale not in (None, "linear", "sqrt"):
             raise UsageError(f"scale is {scale!r}, it must be 'linear', 'sqrt' or None")
         if global_batch is None:
-            return cls(size, devices, workers, scale)
+            return cls(size, devices, workers, scale, lockstep)
         if scale is not None:
             raise UsageError(
                 "scale= corrects the learning rate for a batch that grows with the job; global_batch= does not grow. "
@@ -53,7 +56,7 @@ class Batch:
             raise UsageError(
                 f"global_batch {size} does not divide over {workers} workers x {devices} devices; try {nearest}"
             )
-        return cls(size // parts, devices, workers)
+        return cls(size // parts, devices, workers, lockstep=lockstep)
 
     @property
     def per_worker(self) -> int:
@@ -65,8 +68,11 @@ class Batch:
 
     @property
     def lr_scale(self) -> float:
-        """Factor for a learning rate that was tuned on one device; 1.0 unless scale= asked for it."""
-        growth = self.devices * self.workers
+        """Factor for a learning rate that was tuned on one device; 1.0 unless scale= asked for it.
+
+        It goes by the samples of one update: without lockstep the number of workers does not make them more.
+        """
+        growth = self.devices * (self.workers if self.lockstep else 1)
         return {None: 1.0, "linear": float(growth), "sqrt": math.sqrt(growth)}[self.scale]
 
     def __str__(self) -> str:

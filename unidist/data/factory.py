@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from unidist.checks import check_whole, is_whole
 from unidist.data.batch import Batch, Scale
-from unidist.data.loader import Listener, Loader
+from unidist.data.loader import IndexedLoader, Loader
 from unidist.data.order import Tail
-from unidist.data.source import ArraySource, DataSetSource, OwnLoader, Source, is_arrays
+from unidist.data.source import ArraySource, DataSetSource, NativeLoader, Source, is_arrays
 from unidist.data.stream import StreamLoader
+from unidist.data.tracking import OnBatch
 from unidist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 def make_loader(
     data: Any,
     backend: Backend,
-    listener: Listener,
+    on_batch: OnBatch,
     all_gather: Callable[[int], list[int]],
     require: Callable[[str], None],
     *,
@@ -35,15 +37,18 @@ def make_loader(
     workers: int | None,
     pin_memory: bool | None,
     collate: Callable[[list[Any]], Any] | None,
-) -> Loader | StreamLoader:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+) -> Loader:
+    if not is_whole(seed, 0, 2**63 - 1):
         raise UsageError(f"seed is {seed!r}, it must be a whole number from 0 to below 2**63")
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
-        raise UsageError(f"workers is {workers!r}, it must be a whole number from 0")
+    if workers is not None:
+        check_whole("workers", workers, 0)
 
     def batch_of(per_device: int | None) -> Batch:
         world = backend.world.world_size
-        return Batch.of(per_device, global_batch, devices=backend.devices, workers=world, scale=scale)
+        lockstep = backend.capabilities.lockstep is True
+        return Batch.of(
+            per_device, global_batch, devices=backend.devices, workers=world, scale=scale, lockstep=lockstep
+        )
 
     found = backend.open_loader(data)
     if found is not None:
@@ -67,10 +72,10 @@ def make_loader(
             collate=collate,
         )  # fmt: skip
         source: Source = ArraySource(data, prefetch=prefetch, keep_float64=keep_float64, to_device=backend.from_numpy)
-        return Loader(
+        return IndexedLoader(
             source,
             batch_of(per_device_batch),
-            listener,
+            on_batch,
             rank=backend.world.rank,
             shuffle=bool(shuffle),
             seed=seed,
@@ -85,17 +90,17 @@ def make_loader(
             )
         require("native_loader")
         batch = batch_of(per_device_batch)
-        own = OwnLoader(
+        own = NativeLoader(
             data, workers or 0, bool(pin_memory), collate, keep_float64, None, batch.per_worker, iterable=not map_style
         )
     if own.iterable:
         if shuffle:
             raise UsageError("a stream comes in its own order: shuffle it where it is made, and leave shuffle= out")
-        return StreamLoader(own, batch, listener, backend, tail=tail or "keep", gather=all_gather)
-    return Loader(
+        return StreamLoader(own, batch, on_batch, backend, tail=tail or "keep", gather=all_gather)
+    return IndexedLoader(
         DataSetSource(own, backend),
         batch,
-        listener,
+        on_batch,
         rank=backend.world.rank,
         shuffle=bool(shuffle),
         seed=seed,

@@ -45,6 +45,11 @@ class Epoch:
             )
         self._key = (seed, number) if shuffle else None
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Two passes with the same key bring the same samples in the same order."""
+        return (self.size, self.batch, self.tail, self.start, self._key)
+
     @cached_property
     def order(self) -> Indices:
         """The samples as they come, all ranks together."""

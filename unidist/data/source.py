@@ -38,7 +38,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnLoader:
+class NativeLoader:
     """A data set to be read by the framework's own loader, or what was found inside one that the user made."""
 
     dataset: Any
@@ -59,7 +59,7 @@ class OwnLoader:
 class DataSetSource:
     """A map-style data set: `len()` and `[i]`."""
 
-    def __init__(self, own: OwnLoader, backend: Backend) -> None:
+    def __init__(self, own: NativeLoader, backend: Backend) -> None:
         self._own, self._backend = own, backend
         self.size = len(own.dataset)
         if self.size == 0:

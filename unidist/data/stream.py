@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unidist.data.batch import Batch
-from unidist.data.loader import Drawn, Listener
+from unidist.data.loader import Loader
 from unidist.data.order import Tail
-from unidist.data.source import OwnLoader, Share
+from unidist.data.source import NativeLoader, Share
+from unidist.data.tracking import BatchInfo, OnBatch, Pass, cut, next_pass, reached
 from unidist.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from unidist.backend import Backend
 
+# Seconds that a thread of one rank may be ahead of another's.
+PATIENCE = 3600.0
 
-class StreamLoader:
-    """Iterate it like a `Loader`. Every rank reads the whole stream and keeps its part (see `source.elements_of`), so
+_loaders = itertools.count()
+
+
+class StreamLoader(Loader):
+    """Every rank reads the whole stream and keeps its part (see `source.elements_of`), so
     global batches hold the same elements at every world size. Nobody knows the length: before each step the ranks count
     the next batch together, one small collective. `state()` counts elements; resuming reads past them.
 
@@ -28,9 +37,9 @@ class StreamLoader:
 
     def __init__(
         self,
-        own: OwnLoader,
+        own: NativeLoader,
         batch: Batch,
-        listener: Listener,
+        on_batch: OnBatch,
         backend: Backend,
         *,
         tail: Tail,
@@ -38,16 +47,11 @@ class StreamLoader:
     ) -> None:
         if tail == "pad":
             raise UsageError("tail='pad' needs to know the end of the data: a stream takes 'keep' or 'drop'")
-        self.batch, self.epoch = batch, 0
-        self._own, self._listener, self._backend = own, listener, backend
+        super().__init__(batch, on_batch)
+        self._own, self._backend = own, backend
         self._drop, self._gather = tail == "drop", gather
-        if own.parted and backend.capabilities.lockstep is not True:
-            self._gather = lambda count: [count] * batch.workers  # nobody waits for the others
-        self._start, self._place = 0, (0, 0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Number the next pass. A stream has no order of its own to change: this only counts."""
-        self.epoch, self._start, self._place = epoch, 0, (epoch, 0)
+        self._number, self._counted = next(_loaders), 0  # of this loader, and how often its ranks have counted
+        self._alone = own.parted and backend.capabilities.lockstep is not True  # nobody waits for the others
 
     def __iter__(self) -> Iterator[Any]:
         number, start = self.epoch, self._start
@@ -55,29 +59,35 @@ class StreamLoader:
         return self._pass(number, start)
 
     def _pass(self, number: int, start: int) -> Iterator[Any]:
-        rank, origin = self._backend.world.rank, object()
+        rank = self._backend.world.rank
         places = range(rank * self.batch.per_worker, (rank + 1) * self.batch.per_worker)
         skipping = replace(self._own, stream=Share(start, self.batch.global_batch, places, number))
         self._place = (number, start)
+        handed_out: list[tuple[int, int]] = []
+        origin = Pass(weakref.ref(self), counts=handed_out)
+        self._passes = next_pass(self._passes, origin)
         with self._backend.read_batches(skipping, None) as reading:
-            try:
+            coming, counts = self._next(reading)
+            self._check_first(counts, start)
+            consumed = start
+            rows, batch = coming
+            while self._goes_on(counts):
+                # A rank that has run out repeats a row, which weighs nothing: cut off, so that it is another array.
+                rows, batch = coming if coming[0] else (1, cut(batch, rows, 1))
+                real, total, even = coming[0], sum(counts), min(counts) == max(counts)
                 coming, counts = self._next(reading)
-                self._check_first(counts, start)
-                consumed, step = start, 0
-                rows, batch = coming
-                while self._goes_on(counts):
-                    # A rank that has run out repeats its last batch, which weighs nothing.
-                    rows, batch = coming if coming[0] else (rows, batch)
-                    real, total, uneven = coming[0], sum(counts), min(counts) != max(counts)
-                    coming, counts = self._next(reading)
-                    consumed += self.batch.global_batch if self._own.parted else total
-                    last = not self._goes_on(counts)
-                    self._place = (number + 1, 0) if last else (number, consumed)
-                    self._listener.on_batch(Drawn(origin, self.batch, step, rows, real, total, last, uneven), batch)
-                    step += 1
-                    yield batch
-            finally:
-                self._listener.on_end(origin)
+                begin = consumed
+                consumed += self.batch.global_batch if self._own.parted else total
+                last = not self._goes_on(counts)
+                handed_out.append((real, rows))
+                origin.steps += 1
+                info = BatchInfo(
+                    origin, origin.steps - 1, self.batch, rows, real, total, last, even, begins_at=(number, begin)
+                )
+                self._on_batch(info, batch)
+                # Only now: the loop may ask for its place while a thread reads this batch, which is still to come.
+                self._place = (number + 1, 0) if last else (number, consumed)
+                yield batch
 
     def _goes_on(self, counts: list[int]) -> bool:
         return min(counts) == self.batch.per_worker if self._drop else any(counts)
@@ -85,7 +95,14 @@ class StreamLoader:
     def _next(self, reading: Iterator[Any]) -> tuple[tuple[int, Any], list[int]]:
         """((elements, batch) of this rank, elements of each rank)."""
         own = next(reading, (0, None))
-        return own, self._gather(own[0])
+        if self._alone:
+            return own, [own[0]] * self.batch.workers
+        self._counted += 1
+        peers = self._backend.world.peers
+        if peers is None or threading.current_thread() is threading.main_thread():
+            return own, self._gather(own[0])
+        # The engine may be in the middle of a step, and takes operations in one order only.
+        return own, peers.gather(f"stream {self._number}/{self._counted}", own[0], PATIENCE)
 
     def _check_first(self, counts: list[int], start: int) -> None:
         """Every rank has the counts, so every rank raises."""
@@ -101,7 +118,7 @@ class StreamLoader:
             )
 
     def state(self) -> dict[str, Any]:
-        epoch, samples = self._place
+        epoch, samples = reached(self._passes, self._place)
         parts = {"parts": self.batch.workers, "seed": self._own.seed} if self._own.parted else {}
         return {"epoch": epoch, "samples": samples, **parts}
 
@@ -113,5 +130,4 @@ class StreamLoader:
                     f"the loader's position is inside a pass over {there[0]} parts with seed {there[1]}, and here are "
                     f"{here[0]} parts with seed {here[1]}, {self.batch}: resume as it was, or from the end of an epoch"
                 )
-        self.epoch, self._start = int(state["epoch"]), int(state["samples"])
-        self._place = (self.epoch, self._start)
+        super().load_state(state)

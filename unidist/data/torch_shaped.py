@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from unidist.data.source import OwnLoader, elements_of
+from unidist.data.nested import map_leaves
+from unidist.data.source import NativeLoader, elements_of
 from unidist.errors import UsageError
 
 if TYPE_CHECKING:
     from unidist.world import World
 
 
-def open_loader(loader: Any, package: Any, world: World) -> OwnLoader | None:
+def open_loader(loader: Any, package: Any, world: World) -> NativeLoader | None:
     if not isinstance(loader, package.DataLoader):
         return None
     if loader.batch_size is None:
@@ -37,7 +38,7 @@ def open_loader(loader: Any, package: Any, world: World) -> OwnLoader | None:
             f"the DataLoader draws by {type(sampler).__name__}, whose order cannot be shared out: use shuffle=True or "
             "False there"
         )
-    return OwnLoader(
+    return NativeLoader(
         loader.dataset,
         workers=loader.num_workers,
         pin_memory=loader.pin_memory,
@@ -53,7 +54,7 @@ def open_loader(loader: Any, package: Any, world: World) -> OwnLoader | None:
 
 @contextmanager
 def read_batches(
-    source: OwnLoader, batches: Sequence[Sequence[int]] | None, package: Any, part: type[Part], collate: Any
+    source: NativeLoader, batches: Sequence[Sequence[int]] | None, package: Any, part: type[Part], collate: Any
 ) -> Iterator[Iterator[Any]]:
     """Batches as the framework's loader collates them. `part` is the framework's Part, `collate` its own collation."""
     settings = {"num_workers": source.workers, "pin_memory": source.pin_memory, "collate_fn": source.collate}
@@ -105,11 +106,4 @@ class _Counted:
 
 def map_tensors(batch: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """A batch with `change` done to every tensor of type `kind` in it. Lists become tuples, as with array data."""
-    if isinstance(batch, kind):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(each, kind, change) for key, each in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        parts = [map_tensors(each, kind, change) for each in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
-    return batch
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, kind) else leaf, batch, lists=tuple)

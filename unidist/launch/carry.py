@@ -22,17 +22,21 @@ from typing import Any
 from unidist.errors import LaunchError
 from unidist.launch import inline
 
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 MAIN = "__unidist_main__"  # the caller's script, when it is loaded for its functions only
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...], directory: Path) -> None:
     main = sys.modules["__main__"]
     script = getattr(main, "__file__", None)
+    if script is not None and not os.path.isfile(script):  # "<stdin>"
+        script = None
     in_notebook = getattr(fn, "__module__", None) == "__main__" and script is None
     call: bytes | None = None
     if not in_notebook:
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # a lambda or a closure
             call = pickle.dumps((fn, args))
+    by_value = call is None
     if call is None:
         call = _by_value(fn, args)
     if b"__main__" not in call:  # then the script need not be loaded there
@@ -40,6 +44,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], directory: Path) -> None
     (directory / "call.pickle").write_bytes(call)
     installed = tuple(sysconfig.get_paths().values())
     context = {
+        "by_value": PYTHON if by_value else None,
         "script": os.path.abspath(script) if script and main.__spec__ is None else None,
         "module": main.__spec__.name if script and main.__spec__ is not None else None,
         # What is importable here beside what is installed, which the other interpreter may have in other versions.
@@ -81,6 +86,11 @@ def result(directory: Path, rank: int) -> Any:
 
 def main(directory: Path) -> None:
     context = json.loads((directory / "context.json").read_text())
+    if context["by_value"] not in (None, PYTHON):  # bytecode, which another Python runs wrongly or dies of
+        raise LaunchError(
+            f"the function comes from Python {context['by_value']}, and this is Python {PYTHON} ({sys.executable}). "
+            "Put it into a file of its own and import it from there, or use the same Python for both."
+        )
     sys.path[0:1] = context["path"]  # in place of the directory we were started in
     if context["script"] or context["module"]:
         # As multiprocessing does: the script's functions and classes are to be found in __main__.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -27,7 +28,7 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
     """(python, variables to set) for processes of `backend`: the running interpreter if it has the framework, else the
     environment that `unidist setup` made."""
     plugin = registry.plugin(backend)
-    absent = lacking(plugin)
+    absent = registry.missing(plugin)
     if not absent:
         return sys.executable, importable()
     recipe = recipes.recipe_of(backend)
@@ -43,30 +44,34 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
     raise LaunchError(f"backend {backend!r} needs {', '.join(absent)}, which {sys.executable} does not have. {how}")
 
 
+def by_hand(name: str) -> tuple[store.Environment, dict[str, str]]:
+    """An environment that `unidist setup` made, and all variables of a process that uses it."""
+    recipe = recipes.recipe_of(name)
+    if recipe is None:
+        near = difflib.get_close_matches(name, recipes.names(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"there is no environment {name!r}.{hint} Known: {', '.join(recipes.names())}")
+    environment = store.find(recipe, name)
+    if environment is None:
+        raise LaunchError(f"{name} is not set up. Run `{command()} setup {name}` once.")
+    variables = {**os.environ, **environment.variables(), **importable(), "VIRTUAL_ENV": str(environment.path)}
+    variables["PATH"] = os.pathsep.join([str(environment.python.parent), *os.get_exec_path()])
+    variables.pop("PYTHONHOME", None)
+    return environment, variables
+
+
 def choose(name: str | None) -> tuple[Plugin, str]:
     """Which backend, and why. Where this interpreter has no framework, the environments that were set up decide."""
     if name or os.environ.get("UNIDIST_BACKEND"):
         return registry.choose(name)
     known = registry.loadable()
-    if not all(map(lacking, known)):
+    if not all(map(registry.missing, known)):
         return registry.choose(name)
     found = {p.name: p for p in known if (recipe := recipes.recipe_of(p.name)) and store.find(recipe, p.name)}
     if registry.DEFAULT in found or len(found) == 1:
         return found.get(registry.DEFAULT) or found.popitem()[1], "it is set up"
     state = f"set up: {', '.join(found)}" if found else f"none is set up; `{command()} setup NAME` does that"
     raise UsageError(f"which backend? Name one of {', '.join(p.name for p in known)} ({state}).")
-
-
-def lacking(plugin: Plugin) -> list[str]:
-    """Which modules the running interpreter does not have. Nothing is imported."""
-    return [module for module in plugin.requires if not _has(module)]
-
-
-def _has(module: str) -> bool:
-    if module in sys.modules:
-        return True
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None  # a mere directory of that name is no framework
 
 
 def command() -> str:

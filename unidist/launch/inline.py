@@ -19,12 +19,14 @@ def launch(
     *,
     timeout: float | None = None,
     quiet: bool = False,
+    standalone: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Run `fn(*args)` on `nproc` fresh processes and return what each gave back, by rank.
 
     The processes are those of `unidist run --backend …`: `Strategy()` inside `fn` finds its place. `options` are the
     backend's. `timeout` ends the job when a rank makes no progress for so many seconds; `quiet` shows worker 0 only.
+    `standalone` trains here alone, also where srun or a pod says that this process is one of several.
 
     A function of a module or script is found there by name (a script needs the usual `if __name__ == "__main__":`); one
     that was typed into a notebook, a lambda or a closure travels by cloudpickle. When a rank fails, all are ended, and
@@ -33,13 +35,14 @@ def launch(
     import json
     import os
     import secrets
+    import sys
     import tempfile
     from dataclasses import asdict
     from pathlib import Path
 
     from unidist import registry
     from unidist.errors import LaunchError, UsageError
-    from unidist.launch import carry, environments
+    from unidist.launch import carry, environments, outer
     from unidist.launch.engine import Settings
     from unidist.launch.plan import Job
     from unidist.launch.processes import cores
@@ -50,6 +53,8 @@ def launch(
         )
     if nproc < 1:
         raise UsageError(f"nproc={nproc}: at least one process is needed")
+    if not standalone:
+        outer.refuse_several(os.environ, sys.argv[0] or "the script", "call launch(…, standalone=True)")
     plugin, _ = environments.choose(backend)
     registry.build_options(plugin, options)
     python, variables = environments.interpreter_for(plugin.name)

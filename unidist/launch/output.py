@@ -14,10 +14,12 @@ from typing import BinaryIO
 
 from unidist.errors import LaunchError
 from unidist.launch.plan import Process
+from unidist.launch.report import says_that_a_peer_is_gone
 
 BAR_EVERY = 2.0  # seconds between two shown states of a progress bar
 LONGEST_LINE = 1 << 20
 ERROR_HELD = 1.0  # seconds that the lines of an error may be kept back, until it is known whether another showed it
+FAREWELL_HELD = 5.0  # ... where it says that a peer is gone: the peer's own error should come first
 BACKLOG = 1 << 20  # bytes that may wait for a slow reader before the processes have to
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _RESET = b"\x1b[0m"
@@ -125,7 +127,17 @@ def _takes(fd: int, within: float = 0.0) -> bool:
 class Stream:
     """One stream of one process: bytes in, lines out."""
 
-    def __init__(self, name: str, stream: str, colour: int, screen: Screen, shown: bool, log: BinaryIO | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        stream: str,
+        colour: int,
+        screen: Screen,
+        shown: bool,
+        log: BinaryIO | None,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        self._echoes = echoes  # what the engine says when a peer has gone, see `Plugin.echoes`
         self.last: deque[str] = deque(maxlen=40)  # for the summary
         self._name, self._stream, self._colour = name, stream, colour
         self._screen, self._shown, self._log = screen, shown, log
@@ -135,6 +147,9 @@ class Stream:
         self._error: list[bytes] = []  # an error that is still being printed
         self._error_begun = 0.0
         self._repeats = False  # the error before was a repetition
+        self._farewell: list[bytes] = []  # an error that says that a peer is gone, and when it came
+        self._farewell_begun = 0.0
+        self._innocent = False  # another process is known to have failed first
 
     def feed(self, data: bytes) -> None:
         self._write_log(data)
@@ -158,11 +173,17 @@ class Stream:
             self._whole(self._rest)
         self._rest = b""
         self._end_error()
+        self._show_farewell()
+
+    def another_failed_first(self) -> None:
+        self._innocent = True
 
     def tick(self) -> None:
         """Nothing came for a while: what is kept back may be all there is, as in a dump of the stack."""
         if self._error and time.monotonic() - self._error_begun > ERROR_HELD:
             self._end_error()
+        if self._farewell and time.monotonic() - self._farewell_begun > FAREWELL_HELD:
+            self._show_farewell()
 
     def _write_log(self, data: bytes) -> None:
         if self._log is None:
@@ -204,9 +225,12 @@ class Stream:
             self._error.append(line)
             self._end_error()
         elif not line or _CHAIN.match(line):
-            if not self._repeats:  # else it joins two tracebacks that are not shown here
+            if self._farewell:
+                self._farewell.append(line)
+            elif not self._repeats:  # else it joins two tracebacks that are not shown here
                 self._show(line)
         else:
+            self._show_farewell()
             self._repeats = False
             self.trouble = float("-inf")
             self._show(line)
@@ -217,6 +241,12 @@ class Stream:
         if not self._shown:  # nobody can be referred to it
             self._error = []
             return
+        if says_that_a_peer_is_gone([line.decode(errors="replace") for line in self._error], self._echoes):
+            self._farewell_begun = self._farewell_begun if self._farewell else time.monotonic()
+            self._farewell += self._error
+            self._error = []
+            return
+        self._show_farewell()
         first = self._screen.first_with(b"\n".join(self._error), self._name)
         repeats, self._repeats = self._repeats, first != self._name
         if first == self._name:
@@ -225,6 +255,15 @@ class Stream:
         elif not repeats:  # else it is the next link of a chain: said already
             self._show(f"(the same error as {first})".encode())
         self._error = []
+
+    def _show_farewell(self) -> None:
+        """In full, unless another's failure is known to be the cause; the log file has all of it in any case."""
+        lines, self._farewell = self._farewell, []
+        if lines and self._innocent:
+            last = next(line for line in reversed(lines) if line.strip()).decode(errors="replace")
+            lines = [f"(failed because another had: {last if len(last) < 160 else last[:159] + '…'})".encode()]
+        for line in lines:
+            self._show(line)
 
     def _show(self, line: bytes) -> None:
         if self._shown:
@@ -240,7 +279,13 @@ class Output:
     """Both streams of every process of a plan."""
 
     def __init__(
-        self, processes: Sequence[Process], screen: Screen, log_dir: Path | None, append: bool, master: bool
+        self,
+        processes: Sequence[Process],
+        screen: Screen,
+        log_dir: Path | None,
+        append: bool,
+        master: bool,
+        echoes: Sequence[str] = (),
     ) -> None:
         self._logs: list[BinaryIO] = []
         self.streams: list[dict[str, Stream]] = []
@@ -257,7 +302,7 @@ class Output:
                 self._logs.append(log)
             self.streams.append(
                 {
-                    stream: Stream(name, stream, index, screen, main or not screen.quiet, log)
+                    stream: Stream(name, stream, index, screen, main or not screen.quiet, log, echoes)
                     for stream in ("stdout", "stderr")
                 }
             )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unidist import registry
 from unidist.backend import Plugin
 from unidist.errors import LaunchError
 
@@ -49,6 +50,7 @@ class Process:
     numbered: bool = True  # False for a role of which there is only ever one, such as a scheduler
     cores: int = 0  # what it was given, for the totals of --dry-run; 0: not said
     gpus: int = 0
+    cpu_devices: int = 0  # several devices of an engine that are only names for the same cores
 
     @property
     def name(self) -> str:
@@ -111,25 +113,28 @@ def _environment(job: Job, process: Process) -> dict[str, str]:
 
 # Who a process is, as other launchers say it. Whoever runs `unidist run` inside one of them (a shell in an allocation,
 # a notebook started by torchrun) would pass it on to every child. What tunes an engine (NCCL_*, …) stays.
-_FOREIGN = re.compile(
+_FOREIGN = (
     "UNIDIST_.*|TORCHELASTIC_.*|PET_.*|OMPI_COMM_WORLD_.*|PMIX?_.*|"
     "(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)|"
-    "HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|CONTROLLER|GLOO_RENDEZVOUS_.*)|"
-    "DMLC_(ROLE|PS_ROOT_URI|PS_ROOT_PORT|NUM_SERVER|NUM_WORKER|NODE_HOST|WORKER_ID|SERVER_ID)|"
     "SLURM_(PROCID|LOCALID|NODEID)"
 )
-_OURS_TO_KEEP = frozenset({"UNIDIST_HOME", "UNIDIST_DEBUG"})
+_OURS_TO_KEEP = frozenset({"UNIDIST_HOME", "UNIDIST_DEBUG", "UNIDIST_SECRET", "UNIDIST_SECRET_FILE"})
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment that children inherit: ours, without what another launcher said about us."""
-    return {name: value for name, value in env.items() if name in _OURS_TO_KEEP or not _FOREIGN.fullmatch(name)}
+    engines = [plugin.launcher.private for plugin in registry.loadable() if plugin.launcher]
+    foreign = re.compile("|".join([_FOREIGN, *engines]))
+    return {name: value for name, value in env.items() if name in _OURS_TO_KEEP or not foreign.fullmatch(name)}
+
+
+TOTALS = {"cores": "CPU", "gpus": "GPU", "cpu_devices": "devices on the CPU"}
 
 
 def totals(processes: Sequence[Process]) -> str:
     """What the job takes, role by role: "2 x 1 + 12 x 2 = 26 CPU, 2 x 2 = 4 GPU"; empty when nobody said."""
     sums = []
-    for attribute, unit in (("cores", "CPU"), ("gpus", "GPU")):
+    for attribute, unit in TOTALS.items():
         counts: dict[tuple[str, int], int] = {}
         for process in processes:
             amount = getattr(process, attribute)
@@ -148,7 +153,7 @@ def describe(processes: Sequence[Process]) -> list[dict[str, Any]]:
             "role": process.role,
             "rank": process.rank,
             "host": process.host,
-            **{name: value for name in ("cores", "gpus") if (value := getattr(process, name))},
+            **{name: value for name in TOTALS if (value := getattr(process, name))},
             "command": list(process.command),
             "env": {name: value for name, value in process.env.items() if name != "UNIDIST_TOKEN"},
         }

@@ -9,16 +9,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from unidist.control import Beat
+from unidist.control import Beat, Cause
+from unidist.control.roll import ENDED
 
-# What the survivors say when a peer has gone. Their error is real, but it is not the cause. (Python's own
-# ConnectionRefusedError and the like come from the script, which may well talk to others than its peers.)
-_ECHO = re.compile(
+# What the survivors say when a peer has gone, beside what their engine's plug-in knows. Their error is real, but it is
+# not the cause. (Python's own ConnectionRefusedError and the like come from the script, which may well talk to others
+# than its peers.)
+_ECHO = (
     r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
-    r"does not answer|Socket closed|recvValue failed|has been shut down",
-    re.IGNORECASE,
+    "does not answer"
 )
 _OWN = re.compile(r"(ConnectionRefused|ConnectionReset|ConnectionAborted|BrokenPipe)Error\b")
+
+
+def says_that_a_peer_is_gone(lines: Sequence[str], echoes: Sequence[str]) -> bool:
+    """`echoes` are phrases of the engine, see `Plugin.echoes`."""
+    last, echo = lines[-5:], "|".join([_ECHO, *echoes])
+    return not any(map(_OWN.match, last)) and bool(re.search(echo, "\n".join(last), re.IGNORECASE))
 
 
 @dataclass(frozen=True)
@@ -27,17 +34,22 @@ class Failure:
 
     name: str
     host: str
-    code: int  # negative: the number of the signal
+    code: int | None  # negative: the number of the signal; None: it was still about to end
     lines: Sequence[str]  # the last it printed
+    cause: Cause | None = None  # as it told itself, or as its connection did
+    echoes: Sequence[str] = ()  # of its engine, see `Plugin.echoes`
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: 128 + n for signal n."""
-        return 128 - self.code if self.code < 0 else self.code
+        """As a shell counts: 128 + n for signal n. Who left the others alone has failed, whatever it says."""
+        return 128 - self.code if self.code and self.code < 0 else self.code or 1
 
     @property
     def ending(self) -> str:
-        if self.code >= 0:
+        if not self.code and self.cause:
+            what = ENDED if self.cause.lost else self.cause.what
+            return what if self.code is None else f"{what}; exit code 0. To stop early, do so on every rank"
+        if self.code is None or self.code >= 0:
             return f"exit code {self.code}"
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-self.code).name}"
@@ -48,8 +60,7 @@ class Failure:
         """Whether it looks like the consequence of another's failure."""
         if self.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
             return False  # nobody dies so because a peer is gone
-        last = self.lines[-5:]
-        return not any(map(_OWN.match, last)) and bool(_ECHO.search("\n".join(last)))
+        return says_that_a_peer_is_gone(self.lines, self.echoes)
 
     def __str__(self) -> str:
         hint = " (by hand, by the system short of memory, or by a limit)" if self.code == -signal.SIGKILL else ""
@@ -58,6 +69,8 @@ class Failure:
 
     @property
     def _telling(self) -> Sequence[str]:
+        if self.cause and self.cause.lines:
+            return self.cause.lines
         lines = [line for line in self.lines if line.strip()]
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         return lines[starts[-1] :] if starts else lines[-10:]
@@ -73,19 +86,10 @@ def failed(first: Failure, others: Sequence[Failure], ended: int) -> str:
     return text
 
 
-def deserted(worker: Failure, others: int) -> str:
-    """The summary of a job that one worker has left by an error which its script kept to itself."""
-    return (
-        f"{worker.name} on {worker.host} left its Strategy because of an error and then ended with exit code 0, while "
-        f"{others} other process{'es were' if others > 1 else ' was'} at work. Let the error out of the script, so "
-        "that it is shown here; to stop training early, do so on every rank."
-    )
-
-
 def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
     """Where each rank is when nothing moves any more."""
     beats = sorted(beats, key=lambda beat: (beat.role, beat.rank))
-    moving = [beat for beat in beats if not beat.paused]
+    moving = [beat for beat in beats if beat.waits or not beat.paused]
     front = max((beat.moves for beat in moving), default=0)
     at_front = Counter(beat.operation for beat in moving if beat.moves == front)
     usual = at_front.most_common(1)[0][0] if at_front else ""
@@ -97,10 +101,11 @@ def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
 
 
 def _where(beat: Beat) -> str:
-    return f"step {beat.step}, in {beat.operation}, " + ("paused" if beat.paused else f"for {beat.stuck:.0f} s")
+    how = "paused" if beat.excuses else f"for {beat.stuck:.0f} s"
+    return f"step {beat.step}, {'waits in' if beat.waits else 'in'} {beat.operation}, {how}"
 
 
 def _odd(beat: Beat, front: int, usual: str) -> str:
-    if beat.paused or (beat.moves, beat.operation) == (front, usual):
+    if (beat.paused and not beat.waits) or (beat.moves, beat.operation) == (front, usual):
         return ""
     return "  <- behind the others" if beat.moves < front else "  <- not where the others are"

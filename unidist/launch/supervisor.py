@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unidist.control import GAVE_UP, LEFT, Beat
+from unidist.control import Beat, Cause
 from unidist.errors import LaunchError
 from unidist.launch import processes as system
 from unidist.launch import report
@@ -27,6 +27,8 @@ from unidist.launch.signals import Signals
 
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
 ECHO_WAIT = 3.0  # how long the true cause may take to show after an error that looks like its echo
+CODE_WAIT = 1.5  # how long a process that is known to be the cause may take to end, and show its code
+ENDING_WAIT = 10.0  # ... where it has said that it ends: on a busy machine that takes its time
 TIMED_OUT = 124  # as timeout(1) has it
 LEFT_BEHIND_WAIT = 1.0  # the grace time of what workers that ended well have left running
 SERVICES_WAIT = 5.0  # how long servers and schedulers may take to end by themselves after the workers
@@ -49,6 +51,8 @@ class _Running:
     code: int | None = None
     ended: float = 0.0
     stopped: bool = False  # we had already asked it to end
+    told: Cause | None = None  # what it, or the loss of its connection, told the control plane
+    echoes: Sequence[str] = ()
 
     @property
     def failed(self) -> bool:
@@ -57,7 +61,7 @@ class _Running:
     @property
     def failure(self) -> Failure:
         lines = self.streams["stderr"].last or self.streams["stdout"].last
-        return Failure(self.process.name, socket.gethostname(), self.code or 0, list(lines))
+        return Failure(self.process.name, socket.gethostname(), self.code, list(lines), self.told, self.echoes)
 
     @property
     def trouble(self) -> float:
@@ -75,6 +79,10 @@ class Supervisor:
     grace: float = 5.0
     timeout: float | None = None  # without progress for so many seconds, the job is hung
     beats: Callable[[], dict[str, Beat]] | None = None
+    causes: Callable[[], list[Cause]] = list  # of failures that the control plane was told of, the first one first
+    verdict: Callable[[], Cause | None] = lambda: None  # the first of them, once it is certain
+    worker_ended: Callable[[int, str], None] = lambda rank, host: None  # tells the control plane
+    echoes: Sequence[str] = ()  # what the engine says when a peer has gone, see `Plugin.echoes`
     log_dir: Path | None = None
     append: bool = False  # to the files there, after a restart
     master: bool = False  # call worker 0 "master"
@@ -88,7 +96,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Until every process has ended. Call it from the main thread of a process that has no other children."""
         system.adopt_orphans()
-        self._output = Output(self.plan, self.screen, self.log_dir, self.append, self.master)
+        self._output = Output(self.plan, self.screen, self.log_dir, self.append, self.master, self.echoes)
         self._selector, self._urgent = selectors.DefaultSelector(), selectors.DefaultSelector()
         with self._selector, self._urgent:
             for fd in (self.signals.fd, *([] if self.lifeline is None else [self.lifeline])):
@@ -143,15 +151,12 @@ class Supervisor:
             self._events(TICK)
             if self.signals.received:
                 return self._stopped_by(self.signals.received[0])
-            if any(each.failed for each in self._running):
+            if any(each.failed for each in self._running) or self.verdict():
                 return self._failed()
             if all(each.code == 0 for each in self._running if each.process.is_worker):
                 return self._well_done()
-            beats = self.beats() if self.beats else {}
-            if deserter := self._deserter(beats):
-                return self._deserted_by(deserter)
             if self.timeout:
-                living = self._alive(beats)
+                living = self._alive(self.beats() if self.beats else {})
                 if self._is_stuck(living, self.timeout):
                     return self._hung(living, self.timeout)
 
@@ -159,24 +164,8 @@ class Supervisor:
         living = {(each.process.role, each.process.rank) for each in self._running if each.code is None}
         return [beat for beat in beats.values() if (beat.role, beat.rank) in living]
 
-    def _deserter(self, beats: dict[str, Beat]) -> _Running | None:
-        """A worker that gave up because of an error, yet ended with code 0 while others are still at work: not every
-        engine tells those that they wait in vain."""
-        if all(beat.operation in (LEFT, GAVE_UP) for beat in self._alive(beats)):
-            return None
-        for each in self._running:
-            beat = beats.get(f"{each.process.role} {each.process.rank}")
-            if each.code == 0 and beat and beat.operation == GAVE_UP and time.monotonic() - each.ended > ECHO_WAIT:
-                return each
-        return None
-
-    def _deserted_by(self, deserter: _Running) -> Outcome:
-        text = report.deserted(deserter.failure, sum(each.code is None for each in self._running))
-        self._stop()
-        return Outcome(1, text, again=True)
-
     def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
-        if any(beat.paused and beat.operation not in (LEFT, GAVE_UP) for beat in beats):
+        if any(beat.excuses for beat in beats):
             self._excused = time.monotonic()  # the others may be waiting for that one
         return time.monotonic() - self._excused > timeout and any(beat.stuck > timeout for beat in beats)
 
@@ -221,27 +210,49 @@ class Supervisor:
                     if each.popen.pid == pid:
                         each.code = each.popen.returncode = os.waitstatus_to_exitcode(status)
                         each.ended = time.monotonic()
+                        if each.process.is_worker:
+                            self.worker_ended(each.process.rank, socket.gethostname())
 
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _failed(self) -> Outcome:
-        """Find the first cause among those that have failed. It may be slower to die than those it takes along."""
-        until = time.monotonic() + ECHO_WAIT
+        """Find the first cause. It may be slower to die than those it takes along.
+
+        Who was connected to the control plane is known from there. Others have only their exit codes and words.
+        """
+        begun = time.monotonic()
         while True:
             self._drain()
+            told = self._told()
             failed = sorted((each for each in self._running if each.failed), key=lambda each: each.trouble)
-            causes = [each for each in failed if not each.failure.is_echo]
+            causes = [told] if told else [each for each in failed if not each.failure.is_echo]
             first_trouble = causes[0].trouble if causes else float("inf")
             dying = [each for each in self._running if each.code is None and each.trouble < first_trouble]
-            settled = (causes and not dying) or all(each.code is not None for each in self._running)
-            if settled or time.monotonic() > until:
+            settled = (causes and not dying) if told is None else told.code is not None
+            waited, patience = time.monotonic() - begun, ECHO_WAIT
+            if told is not None and told.told is not None:
+                patience = ENDING_WAIT if told.told.ending else CODE_WAIT
+            if settled or all(each.code is not None for each in self._running) or waited > patience:
                 break
             self._events(0.05)
         first = (causes or failed)[0]
-        living = sum(each.code is None for each in self._running)
+        for each in self._running:
+            if each is not first:
+                each.streams["stderr"].another_failed_first()
+        failure = first.failure  # before it is stopped, which may change its code
+        living = sum(each.code is None and each is not first for each in self._running)
         self._stop()
         others = [each.failure for each in failed if each is not first]
-        return Outcome(first.failure.exit_code, report.failed(first.failure, others, living), again=True)
+        return Outcome(failure.exit_code, report.failed(failure, others, living), again=True)
+
+    def _told(self) -> _Running | None:
+        """Who failed first, as the control plane was told."""
+        found = {(each.process.role, each.process.rank): each for each in self._running if not each.stopped}
+        first = None
+        for cause in reversed(self.causes()):
+            if each := found.get((cause.role, cause.rank)):
+                each.told, first = cause, each
+        return first
 
     def _hung(self, beats: Sequence[Beat], timeout: float) -> Outcome:
         ended = [each.process.name for each in self._running if each.process.is_worker and each.code is not None]

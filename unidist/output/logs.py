@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+from unidist.checks import check_whole
 from unidist.errors import UsageError
 
 
@@ -22,8 +23,7 @@ def rank_log(folder: str | os.PathLike[str], rank: int, run: str | None = None) 
     Whoever comes first makes the folder, whoever comes later finds it; no rank waits. Every record is flushed. `run`
     must be the same on all ranks: clocks read on each of them would give folders a second apart.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-        raise UsageError(f"rank is {rank!r}, it must be a whole number from 0")
+    check_whole("rank", rank, 0)
     if run is not None and not re.fullmatch(r"[\w][\w.-]*", run):
         raise UsageError(f"run is {run!r}, it must be usable as the name of a folder")
     place = Path(folder) / run if run else Path(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from unidist.checks import check_whole, did_you_mean
 from unidist.errors import UsageError
 from unidist.output.numbers import number
 from unidist.output.tables import Csv, JsonLines
@@ -58,11 +58,11 @@ class Metrics:
         formats = (formats,) if isinstance(formats, str) else tuple(formats)
         for name in formats:
             if name not in SINKS:
-                near = difflib.get_close_matches(str(name), SINKS, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise UsageError(f"metrics have no format {name!r}.{hint} There are {', '.join(SINKS)}.")
+                raise UsageError(
+                    f"metrics have no format {name!r}.{did_you_mean(name, SINKS)} There are {', '.join(SINKS)}."
+                )
         if resume is not None:
-            _check_step("resume", resume)
+            check_whole("resume", resume, 0)
         self._clock, self._active = clock, active
         self._last: int | None = resume
         self._fresh = resume is None  # what lies after the first row is still to be dropped
@@ -81,7 +81,7 @@ class Metrics:
         """One row. A mapping is for names such as "train/loss" that are no Python names."""
         if not self._active:
             return
-        _check_step("step", step)
+        check_whole("step", step, 0)
         if self._last is not None and step < self._last:
             raise UsageError(f"metrics of step {step} after those of step {self._last}: steps do not go back in a run")
         row = {name: number(name, value) for name, value in {**(values or {}), **named}.items()}
@@ -107,8 +107,3 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_step(name: str, step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"{name} is {step!r}, it must be a whole number from 0")

@@ -24,7 +24,7 @@ def number(name: str, value: Any) -> int | float:
     if type(value) in (int, float):
         return value  # type: ignore[no-any-return]
     check_one(name, value)
-    for convert in ("item", "asscalar", "__float__"):  # asscalar: MXNet's NDArray
+    for convert in ("item", "asscalar", "__float__"):  # asscalar: what numpy once called item
         if hasattr(value, convert):
             converted = getattr(value, convert)()
             if isinstance(converted, (bool, int, float)):

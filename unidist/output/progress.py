@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
-from unidist.errors import UsageError
+from unidist.checks import check_whole
 from unidist.output.numbers import check_one, number
 
+# By hand, because every rank pays for the import. After `import unidist`, medians of 7 in turn on one machine: this
+# module takes 22 ms of processor time, tqdm 62 ms and rich.progress 181 ms; rich also brings 7 MB with pygments.
 REDRAW = 0.2  # seconds, on a terminal
 LINE_EVERY = 10.0  # seconds, elsewhere: a log file or the pipe of a launcher
 BAR = 24
@@ -46,8 +48,8 @@ class Progress:
         active: bool = True,
     ) -> None:
         for name, value in (("total_steps", total_steps), ("samples_per_step", samples_per_step)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise UsageError(f"{name} is {value!r}, it must be a whole number from 0")
+            if value is not None:
+                check_whole(name, value, 0)
         self._total, self._per_step, self._label = total_steps, samples_per_step, label
         self._stream = sys.stderr if stream is None else stream
         self._clock, self._active = clock, active

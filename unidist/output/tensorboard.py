@@ -26,9 +26,11 @@ class TensorBoard:
             summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
             record: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         except ImportError as error:
+            from unidist.setup.store import how_to_add
+
             raise UsageError(
-                f"metrics in the format 'tensorboard' need a package that is not there ({error}): "
-                "pip install tensorboard, or leave the format out"
+                f"metrics in the format 'tensorboard' need a package that is not there ({error}). Add it with "
+                f"`{how_to_add('tensorboard')}`, or leave the format out."
             ) from error
         self._event, self._session, self._summary = event.Event, event.SessionLog, summary.Summary
         # The time comes first in the name, so that readers take the files in order.

@@ -7,35 +7,41 @@ import fcntl
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import tarfile
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unidist.errors import SetupError
-from unidist.launch.plan import inherited
-from unidist.launch.processes import EndWithParent
-from unidist.setup import pythons, store
+from unidist.launch.processes import gpus
+from unidist.setup import additions, locks, pythons, store
 from unidist.setup.progress import Progress
-from unidist.setup.recipes import PROBES, Recipe, SourceBuild, Stage
+from unidist.setup.recipes import Recipe, SourceBuild, Stage
+from unidist.setup.steps import Steps, clean, constraints, log_of, pip, versions
 from unidist.setup.store import Environment
 
 PROBE_TIMEOUT = 180.0
 VENV = ("-m", "venv")
-FOREIGN = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER"}  # pip must look at its own place only
+PIP = "pip>=23"
 
 
-def ensure(recipe: Recipe, stages: Sequence[str], python: str | None = None, force: bool = False) -> Environment:
-    """The environment with `stages` (and what they stand on) ready in it, built now where it is not."""
-    below = {name for stage in stages for name in recipe.stage(stage).after}
+def ensure(
+    recipe: Recipe,
+    stages: Sequence[str],
+    python: str | None = None,
+    force: bool = False,
+    extra: Sequence[str] = (),
+) -> Environment:
+    """The environment with `stages` (and what they stand on) ready in it, and the packages `extra` beside them; what is
+    not there is built or added now."""
+    below = {recipe.stage(name).name for stage in stages for name in recipe.stage(stage).after}
     wanted = [stage for stage in recipe.stages if stage.name in below or stage.name in stages]
     interpreter, version = pythons.find(recipe.python, python) if python else (None, None)
 
     def ready() -> Environment | None:
-        return next((each for each in store.existing(recipe, version) if not _lacking(each, wanted)), None)
+        found = (each for each in store.existing(recipe, version) if not _lacking(each, wanted))
+        return next((each for each in found if set(extra) <= set(each.added)), None)
 
     if not force and (found := ready()):
         return found
@@ -46,12 +52,14 @@ def ensure(recipe: Recipe, stages: Sequence[str], python: str | None = None, for
         can_grow = (each for each in store.existing(recipe, version) if not each.interrupted)
         environment = None if force else next(can_grow, None)
         if environment:
-            steps = _Steps(progress, _log(environment))
+            steps = Steps(progress, log_of(environment))
             _grow(environment, environment.made_with, _lacking(environment, wanted), steps)
-            return environment
-        if interpreter is None or version is None:
-            interpreter, version = pythons.find(recipe.python)
-        return _build(recipe, interpreter, version, wanted, progress)
+        else:
+            if interpreter is None or version is None:
+                interpreter, version = pythons.find(recipe.python)
+            environment = _build(recipe, interpreter, version, wanted, progress)
+        additions.add(environment, extra, Steps(progress, log_of(environment)))
+        return environment
 
 
 def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
@@ -61,14 +69,18 @@ def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
 
 def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stage], progress: Progress) -> Environment:
     """A new one beside the old, which goes when all that it had is in the new one, unless somebody is using it."""
-    old = store.existing(recipe, version)
+    old, remembered = store.existing(recipe, version), additions.remembered(recipe)
     wanted = [each for each in recipe.stages if each in wanted or any(each.name in one.ready() for one in old)]
     environment = store.new(recipe, version)
-    steps = _Steps(progress, _log(environment))
+    steps = Steps(progress, log_of(environment))
     steps.run(f"{recipe.name}: new environment with {interpreter}", [interpreter, *VENV, str(environment.path)])
+    if recipe.every or any(stage.packages for stage in wanted):
+        # Older ones, as some Pythons bring along, cannot report what they install, or not its hashes.
+        steps.run(f"{recipe.name}: {PIP}", pip(environment, PIP))
     if recipe.every:
-        steps.run(f"{recipe.name}: {', '.join(recipe.every)}", _pip(environment, *recipe.every))
+        _install(environment, recipe.name, recipe.every, steps)
     _grow(environment, interpreter, wanted, steps)
+    additions.add_again(environment, remembered, steps)
     for each in old:
         if store.in_use(each.path):
             progress.say(f"{each.path} is in use and stays; `unidist setup --prune` removes it later")
@@ -77,31 +89,51 @@ def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stag
     return environment
 
 
-def _grow(environment: Environment, interpreter: str, stages: Sequence[Stage], steps: _Steps) -> None:
+def _grow(environment: Environment, interpreter: str, stages: Sequence[Stage], steps: Steps) -> None:
     ready, growing = environment.ready(), environment.path / store.GROWING
     for stage in stages:
-        wheels = [str(_wheel(environment, stage, stage.build, steps))] if stage.build else []
         growing.touch()
-        if wheels or stage.packages:
-            # What is there already stays as it is: other stages were proven with it.
-            install = _pip(environment, "-c", _freeze(environment), *wheels, *stage.packages)
-            steps.run(f"{stage.name}: {', '.join([*map(os.path.basename, wheels), *stage.packages])}", install)
+        if stage.packages:
+            _install(environment, stage.name, _packages(environment, stage, steps), steps)
+        if stage.build:
+            _install(environment, stage.name, [str(_wheel(environment, stage, stage.build, steps))], steps)
         steps.run(
             f"{stage.name}: probe",
-            [str(environment.python), str(PROBES / stage.probe)],
+            [str(environment.python), "-I", stage.probe],
             env=environment.variables(),
             timeout=PROBE_TIMEOUT,
         )
-        ready[stage.name] = {"versions": _versions(environment), "log": str(steps.path)}
-        environment.mark(interpreter, ready)
+        ready[stage.name] = {"versions": versions(environment), "log": str(steps.path)}
+        environment.mark(interpreter, ready, environment.added)  # what was added is proven with it now, and stays
         growing.unlink()
 
 
-def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: _Steps) -> Path:
+def _install(environment: Environment, name: str, packages: Sequence[str], steps: Steps) -> None:
+    """What is there already stays as it is: other stages were proven with it. What is new is as the lock has it."""
+    lock = locks.read(environment.recipe, pythons.short(environment.version))
+    report = environment.path / "unidist-installed.json"
+    pinned = constraints(environment, lock={package: locked.version for package, locked in lock.items()})
+    command = pip(environment, "-c", pinned, "--report", str(report), *packages)
+    steps.run(f"{name}: {', '.join(map(os.path.basename, packages))}", command)
+    locks.check(report, lock)
+
+
+def _packages(environment: Environment, stage: Stage, steps: Steps) -> tuple[str, ...]:
+    """Those without CUDA, where nobody needs it and pip has them from somewhere."""
+    if not stage.without_gpu or gpus():
+        return stage.packages
+    look = pip(environment, "--dry-run", "--no-deps", "--quiet", *stage.without_gpu)
+    if subprocess.run(look, capture_output=True, stdin=subprocess.DEVNULL, env=clean()).returncode == 0:
+        return stage.without_gpu
+    steps.say(f"{stage.name}: {stage.otherwise}")
+    return stage.packages
+
+
+def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: Steps) -> Path:
     """The package built from source against what is in this environment, from the cache when it was built before."""
     against = [environment.recipe.stage(name).key for name in stage.after]
     python = next((environment.path / "lib").glob("python3*")).name
-    key = hashlib.sha256(repr((build, against, python)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((build, stage.packages, against, python)).encode()).hexdigest()[:12]
     name = build.requirement.partition("==")[0]
     cache = store.home() / "wheels" / f"{name}-{key}"
     if found := next(cache.glob("*.whl"), None):
@@ -115,8 +147,8 @@ def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: _S
         # Beside the environment, not in it: the old setuptools that the build needs is too old for others there.
         tools = str(work / "tools")
         env = {**build.env, "PYTHONPATH": tools, "PATH": os.pathsep.join([f"{tools}/bin", os.environ.get("PATH", "")])}
-        steps.run(f"{name}: build tools", _pip(environment, "--target", tools, *build.tools))
-        fetch = _pip(environment, "--no-deps", "--no-binary", ":all:", "--no-build-isolation", verb="download")
+        steps.run(f"{name}: build tools", pip(environment, "--target", tools, *build.tools))
+        fetch = pip(environment, "--no-deps", "--no-binary", ":all:", "--no-build-isolation", verb="download")
         steps.run(f"{name}: source", [*fetch, "-d", aside, build.requirement], env)
         with tarfile.open(next(work.glob("*.tar.gz"))) as archive:
             archive.extraction_filter = staticmethod(getattr(tarfile, "data_filter", tarfile.fully_trusted_filter))
@@ -127,28 +159,10 @@ def _wheel(environment: Environment, stage: Stage, build: SourceBuild, steps: _S
             if old not in text:
                 raise SetupError(f"{name}: {file} does not hold {old!r} any more; the recipe needs a look")
             (source / file).write_text(text.replace(old, new))
-        wheel = _pip(environment, "--no-deps", "--no-build-isolation", "-w", str(work / "wheel"), verb="wheel")
+        wheel = pip(environment, "--no-deps", "--no-build-isolation", "-w", str(work / "wheel"), verb="wheel")
         steps.run(f"{name}: compiling (some minutes)", [*wheel, str(source)], env)
         (work / "wheel").rename(cache)
     return next(cache.glob("*.whl"))
-
-
-def _pip(environment: Environment, *arguments: str, verb: str = "install") -> list[str]:
-    return [str(environment.python), "-m", "pip", verb, "--no-input", "--disable-pip-version-check", *arguments]
-
-
-def _freeze(environment: Environment) -> str:
-    """A pip constraints file that keeps every package at the version it has."""
-    file = environment.path / "unidist-constraints.txt"
-    kept = {k: v for k, v in _versions(environment).items() if k not in ("pip", "setuptools", "wheel")}
-    file.write_text("".join(f"{name}=={version}\n" for name, version in kept.items()))
-    return str(file)
-
-
-def _versions(environment: Environment) -> dict[str, str]:
-    ask = "import importlib.metadata as m; [print(d.metadata['Name'], d.version) for d in m.distributions()]"
-    answer = subprocess.run([str(environment.python), "-I", "-c", ask], capture_output=True, text=True, check=True)
-    return dict(line.split(" ", 1) for line in answer.stdout.splitlines() if line.strip())
 
 
 @contextlib.contextmanager
@@ -171,61 +185,3 @@ def _lock(recipe: Recipe, progress: Progress) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-def _log(environment: Environment) -> Path:
-    directory = store.home() / "logs"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"{environment.path.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"
-
-
-class _Steps:
-    """Runs the steps of a build: progress on the screen, everything in the log, the last lines when one fails."""
-
-    def __init__(self, progress: Progress, path: Path) -> None:
-        self._progress = progress
-        self.path = path
-
-    def run(
-        self, label: str, command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float | None = None
-    ) -> None:
-        self._progress.begin(label)
-        begun = time.monotonic()
-        base = {name: value for name, value in inherited().items() if name not in FOREIGN}
-        with open(self.path, "ab") as log:
-            log.write(f"\n## {label}\n$ {' '.join(command)}\n".encode())
-            log.flush()
-            start = log.tell()
-            child = subprocess.Popen(
-                command,
-                env={**base, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=EndWithParent(),
-            )
-            try:
-                while child.poll() is None:
-                    self._progress.tick(self._last(start, 1))
-                    if timeout is not None and time.monotonic() - begun > timeout:
-                        raise SetupError(self._explain(label, f"took longer than {timeout:g} s", start))
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(0.15)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # also what it started
-                child.wait()
-        if child.returncode != 0:
-            raise SetupError(self._explain(label, f"failed (exit code {child.returncode})", start))
-        self._progress.done()
-
-    def _last(self, start: int, count: int) -> str:
-        with open(self.path, "rb") as log:
-            log.seek(max(start, os.path.getsize(self.path) - 8192))
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return "\n".join(lines[-count:])
-
-    def _explain(self, label: str, what: str, start: int) -> str:
-        last = "".join(f"\n    {line}" for line in self._last(start, 15).splitlines())
-        return f"{label}: {what}. Its last lines:{last}\n  The whole log: {self.path}"

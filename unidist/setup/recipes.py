@@ -1,22 +1,24 @@
-"""What goes into each environment. Data only: versions that were seen to work together, and how they are proven to.
+"""What goes into each environment: versions that were seen to work together, and how they are proven to.
 
-The frameworks pin each other out. torch, MXNet and Horovod agree on Python 3.11 (or 3.10) and numpy 1.23.5, so they
-share one environment that grows in stages; OneFlow has no wheel above Python 3.10 and needs its own.
+Each plug-in brings the recipe of its own; here is what a recipe is made of, and the one for development.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PROBES = Path(__file__).parent / "probes"
+from unidist import registry
+from unidist.errors import SetupError
 
 
 @dataclass(frozen=True)
 class SourceBuild:
-    """A package that must be built from its source distribution, with changes. The wheel is cached."""
+    """A package that must be built from its source distribution, with changes, when all else is there. The wheel is
+    cached."""
 
     requirement: str
     tools: tuple[str, ...]  # for the build, beside the environment and not in it
@@ -28,17 +30,20 @@ class SourceBuild:
 class Stage:
     """One framework within an environment. A stage never changes a package that an earlier one installed."""
 
-    name: str
+    name: str  # that of the backend
     packages: tuple[str, ...]
-    probe: str  # a script in probes/ that ends well only after a collective over two processes
+    probe: str  # the path of a script that ends well only after a collective over two processes; run by `python -I`
     after: tuple[str, ...] = ()  # stages that must be there first
+    # Smaller builds of the packages, tried first where there is no GPU; and what to say where pip finds none.
+    without_gpu: tuple[str, ...] = ()
+    otherwise: str = ""
     build: SourceBuild | None = None
     library_path: tuple[str, ...] = ()  # below site-packages, for LD_LIBRARY_PATH
 
     @property
     def key(self) -> str:
         """Changes whenever what is installed does."""
-        return _hash(self.packages, self.after, self.build)
+        return _hash(self.packages, self.without_gpu, self.after, self.build)
 
 
 @dataclass(frozen=True)
@@ -47,89 +52,32 @@ class Recipe:
     python: tuple[str, ...]  # in order of preference
     stages: tuple[Stage, ...]
     every: tuple[str, ...] = ()  # packages that come before any stage
+    locks: str = ""  # the folder of its locks, see `setup.locks`; without one, pip decides what is not pinned here
 
     @property
     def key(self) -> str:
-        """Changes with anything in it: environments of two recipes never share a place."""
+        """Changes with anything that is installed: environments of two recipes never share a place."""
         return _hash(self.name, self.every, [(stage.name, stage.key) for stage in self.stages])
 
     def stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise SetupError(f"the environment {self.name!r} needs {name}, which none of the backends that are here brings")
 
 
 def _hash(*what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:12]
 
 
-# scikit-learn and its data are what the examples train on; cloudpickle ships functions of a notebook to `launch`.
-_EXAMPLES = ("scikit-learn==1.3.2", "cloudpickle>=3", "safetensors")
-
-SHARED = Recipe(
-    name="shared",
-    python=("3.11", "3.10"),
-    every=("numpy==1.23.5", *_EXAMPLES),
-    stages=(
-        Stage("torch", ("torch==2.13.0",), probe="probe_torch.py"),
-        Stage("mxnet", ("mxnet==1.9.1",), probe="probe_mxnet.py"),
-        Stage(
-            "horovod",
-            (),
-            probe="probe_horovod.py",
-            after=("torch", "mxnet"),
-            build=SourceBuild(
-                "horovod==0.28.1",
-                tools=(
-                    "setuptools==69.5.1",
-                    "wheel",
-                    "packaging",
-                    "cloudpickle>=3",
-                    "psutil",
-                    "pyyaml",
-                    "cffi",
-                    "cmake<4",
-                ),
-                env={
-                    "HOROVOD_WITH_PYTORCH": "1",
-                    "HOROVOD_WITH_MXNET": "1",
-                    "HOROVOD_WITHOUT_TENSORFLOW": "1",
-                    "HOROVOD_WITH_GLOO": "1",
-                    "HOROVOD_WITHOUT_MPI": "1",
-                    "HOROVOD_CPU_OPERATIONS": "GLOO",
-                },
-                replace=(
-                    # torch's headers need C++17.
-                    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-                    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-                    # As released its list of ranks stays empty over gloo, so no rank is ever found missing in a stall.
-                    (
-                        "horovod/common/gloo/gloo_controller.cc",
-                        "global_ranks_.reserve(size_);",
-                        "global_ranks_.resize(size_);",
-                    ),
-                ),
-            ),
-        ),
-    ),
-)
-
-ONEFLOW = Recipe(
-    name="oneflow",
-    python=("3.10",),
-    every=("numpy==1.23.5", *_EXAMPLES),
-    stages=(
-        Stage(
-            "oneflow",
-            ("oneflow==0.9.0", "nvidia-cudnn-cu11==8.5.0.96", "nvidia-cublas-cu11==11.10.3.66"),
-            probe="probe_oneflow.py",
-            # The wheel is a CUDA build: it does not even load without these, also where there is no GPU.
-            library_path=("nvidia/cublas/lib", "nvidia/cudnn/lib"),
-        ),
-    ),
-)
+# What unidist itself uses in an environment; cloudpickle ships functions of a notebook to `launch`.
+NEEDED = ("cloudpickle>=3", "safetensors")
+_LOCKS = str(Path(__file__).with_name("locks"))
 
 DEV = Recipe(
     name="dev",
     python=("3.11", "3.12", "3.10", "3.13"),
+    locks=_LOCKS,
     stages=(
         Stage(
             "dev",
@@ -145,17 +93,73 @@ DEV = Recipe(
                 "safetensors",
                 "tensorboard",
             ),
-            probe="probe_dev.py",
+            probe=str(Path(__file__).with_name("probe_dev.py")),
         ),
     ),
 )
 
-RECIPES = (SHARED, ONEFLOW, DEV)
+# Apart from DEV, so that a new version here does not build the environment of the tests anew. numpy and safetensors are
+# what the pages of the API reference are imported with.
+DOCS = Recipe(
+    name="docs",
+    python=("3.11", "3.12", "3.10", "3.13"),
+    locks=_LOCKS,
+    stages=(
+        Stage(
+            "docs",
+            ("mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "numpy", "safetensors"),
+            probe=str(Path(__file__).with_name("probe_docs.py")),
+        ),
+    ),
+)
+
+
+def recipes() -> list[Recipe]:
+    """Those of all plug-ins, then ours. Plug-ins that name the same recipe share an environment. One that does not fit
+    those before it is left out, so that it does no harm to them; `check` says why."""
+    return [*_of_plugins(strict=None).values(), DEV, DOCS]
+
+
+def _of_plugins(strict: str | None) -> dict[str, Recipe]:
+    """`strict` is the plug-in whose recipe has to fit."""
+    found: dict[str, Recipe] = {}
+    for plugin in registry.loadable():
+        if plugin.recipe is not None:
+            try:
+                found[plugin.recipe.name] = _together(found.get(plugin.recipe.name), plugin.recipe)
+            except SetupError:
+                if plugin.name == strict:
+                    raise
+    return found
+
+
+def _together(one: Recipe | None, other: Recipe) -> Recipe:
+    one = one or replace(other, stages=())
+    here = [stage.name for stage in one.stages]
+    if (one.python, one.every, one.locks) != (other.python, other.every, other.locks):
+        raise SetupError(
+            f"another plug-in ({', '.join(here)}) has an environment called {one.name!r} too, with other interpreters, "
+            f"packages in common or locks: {one.python}, {one.every}, {one.locks or 'no locks'} and {other.python}, "
+            f"{other.every}, {other.locks or 'no locks'}. Give one of their recipes another name."
+        )
+    stages = {stage.name: stage for stage in (*one.stages, *other.stages)}
+    if len(stages) < len(one.stages) + len(other.stages):
+        raise SetupError(f"the environment {one.name!r} has two stages of one name: {', '.join(stages)}")
+    try:
+        order = list(TopologicalSorter({name: stage.after for name, stage in stages.items()}).static_order())
+    except CycleError as error:
+        raise SetupError(f"the stages of the environment {one.name!r} come after each other: {error.args[1]}") from None
+    return replace(one, stages=tuple(stages[name] for name in order if name in stages))
 
 
 def names() -> list[str]:
-    return [stage.name for recipe in RECIPES for stage in recipe.stages]
+    return [stage.name for recipe in recipes() for stage in recipe.stages]
+
+
+def check(plugin: str) -> None:
+    """Raise where the recipe of this plug-in cannot be used."""
+    _of_plugins(strict=plugin)
 
 
 def recipe_of(stage: str) -> Recipe | None:
-    return next((recipe for recipe in RECIPES if stage in [each.name for each in recipe.stages]), None)
+    return next((recipe for recipe in recipes() if stage in [each.name for each in recipe.stages]), None)

@@ -7,12 +7,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidist.setup.recipes import RECIPES, Recipe
+from unidist.setup import recipes
+from unidist.setup.recipes import Recipe
 
 MARKER = "unidist-ready.json"
 GROWING = "unidist-growing"  # there while a stage is being installed
@@ -56,6 +58,16 @@ class Environment:
         """The interpreter that a ready environment was made with."""
         return str(self._marker()["python"])
 
+    @property
+    def added(self) -> list[str]:
+        """Requirements that the user added to what the recipe installs."""
+        return list(self._marker().get("added", []))
+
+    @property
+    def brought(self) -> list[str]:
+        """The packages that came with those, by name. They may change; what the recipe installed may not."""
+        return list(self._marker().get("brought", []))
+
     def has(self, module: str) -> bool:
         """Whether a module is where it was installed. Nothing is imported."""
         return any((self.path / "lib").glob(f"python3*/site-packages/{module}/__init__.py"))
@@ -69,17 +81,20 @@ class Environment:
 
     @property
     def version(self) -> str:
-        return self.path.name.partition("-python")[2].partition("-")[0]
+        return self.path.name.rpartition("-python")[2].partition("-")[0]
 
     @property
     def interrupted(self) -> bool:
         """A stage was begun and not proven. What was ready before still is, but nothing more may be built on it."""
         return (self.path / GROWING).exists()
 
-    def mark(self, python: str, stages: dict[str, dict[str, Any]]) -> None:
-        """Say which stages are ready, all at once."""
+    def mark(
+        self, python: str, stages: dict[str, dict[str, Any]], added: Sequence[str] = (), brought: Sequence[str] = ()
+    ) -> None:
+        """Say which stages are ready and which packages were added, all at once."""
         aside = self.path / f"{MARKER}.{os.getpid()}"
-        aside.write_text(json.dumps({"python": python, "stages": stages}, indent=1))
+        marker = {"python": python, "stages": stages, "added": list(added), "brought": list(brought)}
+        aside.write_text(json.dumps(marker, indent=1))
         aside.replace(self.path / MARKER)
 
     def variables(self) -> dict[str, str]:
@@ -97,6 +112,14 @@ def existing(recipe: Recipe, version: str | None = None) -> list[Environment]:
     return sorted(found, key=lambda each: each.made, reverse=True)
 
 
+def named(recipe: Recipe) -> list[Environment]:
+    """Ready environments of this name, also of older recipes, the newest first."""
+    pattern = re.compile(rf"{re.escape(recipe.name)}-[0-9a-f]{{12}}-python[^-]+(-\d+)?")
+    paths = [path for path in (home() / "environments").glob("*") if pattern.fullmatch(path.name)]
+    found = [each for path in paths if (each := Environment(recipe, path)).ready()]
+    return sorted(found, key=lambda each: each.made, reverse=True)
+
+
 def new(recipe: Recipe, version: str) -> Environment:
     """Where the next one goes, beside any that is there and may be in use. What was never ready makes room."""
     taken = {each.path.name for each in existing(recipe, version)}
@@ -109,7 +132,8 @@ def new(recipe: Recipe, version: str) -> Environment:
 
 
 def _all(recipe: Recipe, version: str | None) -> Iterator[Environment]:
-    wanted = re.compile(rf"{recipe.name}-{recipe.key}-python{re.escape(version) if version else '[^-]+'}(-\d+)?")
+    python = re.escape(version) if version else "[^-]+"
+    wanted = re.compile(rf"{re.escape(recipe.name)}-{recipe.key}-python{python}(-\d+)?")
     for path in (home() / "environments").glob("*"):
         if wanted.fullmatch(path.name):
             yield Environment(recipe, path)
@@ -120,12 +144,24 @@ def find(recipe: Recipe, stage: str) -> Environment | None:
     return next((each for each in existing(recipe) if stage in each.ready()), None)
 
 
+def how_to_add(package: str) -> str:
+    """The command that puts a package into the environment of the running interpreter."""
+    here = Path(sys.prefix)
+    try:
+        stages = list(json.loads((here / MARKER).read_text())["stages"])
+    except (OSError, ValueError, KeyError):
+        return f"{sys.executable} -m pip install {package}"
+    backend = os.environ.get("UNIDIST_BACKEND")
+    return f"unidist setup {backend if backend in stages else stages[0]} --with {package}"
+
+
 def outdated() -> list[Path]:
     """Environments of recipes that this unidist does not have (any more), or that a newer one has replaced, unless they
     are in use; and links into checkouts that are gone."""
-    current = tuple(f"{recipe.name}-{recipe.key}" for recipe in RECIPES)
+    known = recipes.recipes()
+    current = tuple(f"{recipe.name}-{recipe.key}" for recipe in known)
     places = [path for path in (home() / "environments").glob("*/") if not path.name.startswith(current)]
-    for recipe in RECIPES:
+    for recipe in known:
         newest: set[str] = set()
         for each in existing(recipe):
             if each.version in newest:

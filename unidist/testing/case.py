@@ -11,17 +11,27 @@ from typing import Any
 
 import numpy as np
 
+from unidist.control.watch import debugging
+from unidist.errors import UnsupportedOperation
 from unidist.optim import OptimizerSpec
 from unidist.strategy import Strategy
 from unidist.testing import reference
+from unidist.testing.refusals import ASKING
 
 Check = Callable[["Case"], None]
 
 CHECKS: dict[str, Check] = {}
 
 
+class DoesNotApply(Exception):
+    """A check raises it, on all ranks alike, with the reason why there is nothing to look at. It counts as skipped."""
+
+
 def check(function: Check) -> Check:
-    """Register a check. It runs on every rank, makes the same collective calls on each, and asserts at will."""
+    """Register a check. It runs on every rank, makes the same collective calls on each, and asserts at will.
+
+    To `return` early is to pass: what does not apply says so by `case.requires` or `case.needs_ranks`.
+    """
     if function.__name__ in CHECKS:
         raise ValueError(f"two checks are called {function.__name__}")
     CHECKS[function.__name__] = function
@@ -40,12 +50,16 @@ class Case:
     local_step(model, x, y, lr)   one plain SGD step of an unprepared model (for sync_batchnorm)
     data_loader(dataset, batch_size, shuffle)   the framework's own loader (for native_loader)
     draw()                        three numbers from the generator that dropout uses, as a numpy array
-    WEAK_TENSORS                  whether Python can refer weakly to a tensor (then a kept batch is known again)
+    native_backward(model, x, y)                forward and backward by the framework's own calls
+    native_step(model, optimizer, x, y)         the same and an update
+    clear_gradients(model, optimizer)           the framework's own zero_grad
+    halve_gradients(model)                      divide them by 2, in place
+    set_trained(model, trained)                 freeze or unfreeze the first layer
     """
 
     strategy: Strategy
     zoo: ModuleType
-    start_line: str
+    said_at_start: str  # what this rank wrote to stderr while its Strategy began
     folder: Path  # the same for all ranks of the launch
 
     @property
@@ -60,6 +74,26 @@ class Case:
     def backend(self) -> Any:
         """The backend below the Strategy, for what users do not need."""
         return self.strategy._backend
+
+    def requires(self, *capabilities: str) -> None:
+        """Go on where all of these are promised. One that is not must be refused, in its own words, and ends the check
+        as one that does not apply."""
+        for capability in capabilities:
+            answer = getattr(self.strategy.capabilities, capability)
+            if answer is True:
+                continue
+            for ask in ASKING.get(capability, ()):
+                with refused(UnsupportedOperation, answer):
+                    ask(self)
+            raise DoesNotApply(f"{self.strategy.backend} does not promise {capability} here: {answer}")
+
+    def needs_ranks(self, least: int) -> None:
+        if self.size < least:
+            raise DoesNotApply(f"it is about {least} ranks or more, and here is {self.size}")
+
+    def needs_debugging(self) -> None:
+        if not debugging():
+            raise DoesNotApply("it is about what UNIDIST_DEBUG=1 adds, which other launches of the suite have set")
 
     def mlp(self, seed: int = 1) -> Any:
         """The zoo's model with the weights `reference.weights(seed)`."""

@@ -1,5 +1,37 @@
 """All checks, in the order in which they run."""
 
-from unidist.testing.checks import checkpoints, collectives, data, evaluation, features, job, training
+from unidist.testing.checks import (
+    beside,
+    checkpoints,
+    checkpoints_alike,
+    checkpoints_of_all,
+    collectives,
+    data,
+    evaluation,
+    features,
+    job,
+    kept_batches,
+    leftovers,
+    training,
+    unseen,
+    weightless,
+    weights,
+)
 
-__all__ = ["checkpoints", "collectives", "data", "evaluation", "features", "job", "training"]
+__all__ = [
+    "beside",
+    "checkpoints",
+    "checkpoints_alike",
+    "checkpoints_of_all",
+    "collectives",
+    "data",
+    "evaluation",
+    "features",
+    "job",
+    "kept_batches",
+    "leftovers",
+    "training",
+    "unseen",
+    "weightless",
+    "weights",
+]

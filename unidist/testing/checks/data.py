@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unidist.data.order import permutation
-from unidist.errors import UnsupportedOperation, UsageError
+from unidist.errors import UsageError
 from unidist.optim import SGD
 from unidist.testing import reference
 from unidist.testing.case import Case, check, refused
@@ -37,7 +37,8 @@ def batch_arithmetic(case: Case) -> None:
     assert loader.batch.per_worker == 2 * devices
     assert loader.batch.workers == case.size
     assert loader.batch.global_batch == 2 * devices * case.size
-    assert loader.batch.lr_scale == devices * case.size
+    lockstep = case.strategy.capabilities.lockstep is True
+    assert loader.batch.lr_scale == devices * (case.size if lockstep else 1)  # the samples of one update
     same = case.strategy.loader(reference.data(64), global_batch=loader.batch.global_batch)
     assert same.batch.per_device == 2
     assert same.batch.lr_scale == 1
@@ -151,33 +152,23 @@ class Stream:
         return (np.float32(number) for number in range(self._size))
 
 
-def has_native_loaders(case: Case) -> bool:
-    answer = case.strategy.capabilities.native_loader
-    if answer is True:
-        return True
-    with refused(UnsupportedOperation, answer):
-        case.strategy.loader(Numbers(8), per_device_batch=2)
-    return False
-
-
 @check
 def data_set_read_by_workers(case: Case) -> None:
     """The same order as arrays, whatever the number of worker processes."""
-    if not has_native_loaders(case):
-        return
+    case.requires("native_loader")
     for workers in (0, 2):
         for samples in (24, 23):
             expected = drawn(case, samples=samples, per_device_batch=2, shuffle=True, seed=5)
             loader = case.strategy.loader(Numbers(samples), per_device_batch=2, shuffle=True, seed=5, workers=workers)
-            assert [batch(case, x) for x in loader] == expected
-            assert case.strategy.gather([x for x in loader]).tolist() == list(range(samples))
+            batches = list(loader)
+            assert [batch(case, x) for x in batches] == expected
+            assert case.strategy.gather(batches).tolist() == list(range(samples))
 
 
 @check
 def native_data_loader_is_given_our_order(case: Case) -> None:
     """It keeps its batch size, collation and workers; no batch argument is allowed beside it."""
-    if not has_native_loaders(case):
-        return
+    case.requires("native_loader")
     for shuffle in (False, True):
         expected = drawn(case, samples=23, per_device_batch=3, shuffle=shuffle)
         native = case.zoo.data_loader(Numbers(23), batch_size=3, shuffle=shuffle)
@@ -191,8 +182,7 @@ def native_data_loader_is_given_our_order(case: Case) -> None:
 @check
 def stream_is_shared_out(case: Case) -> None:
     """Global batches of consecutive elements at every world size, with and without workers, to the very end."""
-    if not has_native_loaders(case):
-        return
+    case.requires("native_loader")
     whole = 6 * case.backend.devices
     for workers in (0, 2):
         loader = case.strategy.loader(Stream(whole * 3 + 5), global_batch=whole, workers=workers)
@@ -209,8 +199,7 @@ def stream_is_shared_out(case: Case) -> None:
 @check
 def stream_trains_like_arrays(case: Case) -> None:
     """Weights by sample count, at the uneven end too."""
-    if not has_native_loaders(case):
-        return
+    case.requires("native_loader")
     whole = 4 * case.backend.devices * case.size
     for tail in (3, 2 * case.size):  # the ranks' shares differ also where their number divides it
         x, y = reference.data(whole * 2 + tail)
@@ -254,8 +243,7 @@ def position_resumes_on_another_number_of_ranks(case: Case) -> None:
 
 @check
 def stream_position_resumes(case: Case) -> None:
-    if not has_native_loaders(case):
-        return
+    case.requires("native_loader")
     whole = 6 * case.backend.devices
     before = case.strategy.loader(Stream(whole * 4), global_batch=whole)
     for _ in before:

@@ -8,8 +8,8 @@ import logging
 import time
 from dataclasses import fields
 
-from unidist import registry
-from unidist.errors import PeerFailed, StateError, UnknownOption, UnsupportedOperation, UsageError
+from unidist import __version__, registry
+from unidist.errors import PeerFailed, StateError, UnknownOption, UsageError
 from unidist.optim import SGD
 from unidist.strategy import Strategy
 from unidist.testing import reference
@@ -27,13 +27,12 @@ def every_rank_is_there_once(case: Case) -> None:
 @check
 def start_line_says_what_was_chosen(case: Case) -> None:
     """One line, on rank 0 alone: backend, environment and why, device, transport."""
-    if case.rank != 0:
-        assert case.start_line == ""
-        return
-    assert case.start_line.count("\n") == 1
+    # On a busy machine some ranks also say that they wait for others: that is not this line.
+    lines = [line for line in case.said_at_start.splitlines() if line.startswith(f"unidist {__version__}: ")]
+    assert len(lines) == (case.rank == 0), case.said_at_start
     world = case.strategy.world
     for word in (case.strategy.backend, world.source, world.reason, case.strategy.device, case.backend.transport):
-        assert word in case.start_line, f"{word!r} is not in {case.start_line!r}"
+        assert all(word in line for line in lines), f"{word!r} is not in {lines}"
 
 
 @check
@@ -61,34 +60,15 @@ def misspelt_option_is_answered_with_the_right_one(case: Case) -> None:
 @check
 def gpu_that_is_not_there_is_an_error(case: Case) -> None:
     """Never a silent fallback. (Where there is a GPU, a far too high index stands in for none.)"""
+    start = registry.backend_class(registry.plugin(case.strategy.backend))
     with refused(Exception, "GPU"):
-        type(case.backend)(case.strategy.world, case.backend.options, "cuda:4096", 5.0)
+        start(case.strategy.world, case.backend.options, "cuda:4096", 5.0)
 
 
 @check
 def second_strategy_is_refused(case: Case) -> None:
-    with refused(StateError, "close"):
+    with refused(StateError, "open already in this process"):
         Strategy(case.strategy.backend)
-
-
-@check
-def what_is_not_promised_is_refused(case: Case) -> None:
-    """Every capability that is not True must raise, with its own sentence."""
-    strategy, declared = case.strategy, case.strategy.capabilities
-    if declared.spelled_out is not True:
-        with refused(UnsupportedOperation, declared.spelled_out), strategy.forward():
-            pass
-    if declared.accumulate is not True:
-        with refused(UnsupportedOperation, declared.accumulate):
-            strategy.prepare(case.mlp(), SGD(0.1), accumulate=2)
-    if declared.clip_norm is not True:
-        model, optimizer = strategy.prepare(case.mlp(), SGD(0.1))
-        with refused(UnsupportedOperation, declared.clip_norm):
-            strategy.train_step(model, optimizer, case.zoo.cross_entropy, clip_norm=1.0)
-    if declared.native_optimizer is not True:
-        model = case.mlp()
-        with refused(UnsupportedOperation, declared.native_optimizer):
-            strategy.prepare(model, case.zoo.native_sgd(model, 0.1))
 
 
 @check

@@ -15,13 +15,12 @@ from unidist.testing.case import Case, check, close, refused
 
 
 def same_as_serial(case: Case, spec: OptimizerSpec, samples: int, **how: Any) -> None:
-    declared = case.strategy.capabilities
-    if how.get("clip_norm") and declared.clip_norm is not True:
-        return  # what_is_not_promised_is_refused looks at that
+    if how.get("clip_norm"):
+        case.requires("clip_norm")
     model, losses = case.train(spec, samples, **how)
     serial, expected = case.train_serially(spec, samples, **how)
     case.close_to_serial(model, serial)
-    if how.get("accumulate", 1) == 1 and declared.synchronous is True:
+    if how.get("accumulate", 1) == 1 and case.strategy.capabilities.synchronous is True:
         close(losses, expected)
 
 
@@ -49,16 +48,14 @@ def same_start_of_buffers(case: Case) -> None:
 
 @check
 def different_models_are_reported(case: Case) -> None:
-    if case.size == 1:
-        return
+    case.needs_ranks(2)
     with refused(RanksDisagree, "different models", "rank"):
         case.strategy.prepare(case.mlp() if case.rank == 0 else case.zoo.with_buffers())
 
 
 @check
 def different_settings_are_reported(case: Case) -> None:
-    if case.size == 1:
-        return
+    case.needs_ranks(2)
     with refused(RanksDisagree, "train them differently", "rank"):
         case.strategy.prepare(case.mlp(), SGD(0.1 * (1 + case.rank)))
     if case.strategy.capabilities.native_optimizer is True:
@@ -156,8 +153,7 @@ def adamw_under_a_schedule(case: Case) -> None:
 
 @check
 def native_optimizer(case: Case) -> None:
-    if case.strategy.capabilities.native_optimizer is not True:
-        return  # what_is_not_promised_is_refused looks at that
+    case.requires("native_optimizer")
     model = case.mlp()
     model, optimizer = case.strategy.prepare(model, case.zoo.native_sgd(model, 0.5))
     step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
@@ -175,8 +171,7 @@ def optimizer_of_another_model_is_refused(case: Case) -> None:
 @check
 def spelled_out_step(case: Case) -> None:
     """forward, backward, step give what train_step gives, with accumulation, clipping and an uneven tail."""
-    if case.strategy.capabilities.spelled_out is not True:
-        return  # what_is_not_promised_is_refused looks at that
+    case.requires("spelled_out")
     clip_norm = 0.1 if case.strategy.capabilities.clip_norm is True else None
     samples = 4 * case.backend.devices * case.size * 4 + case.size * 2 + 1  # five batches, the last one uneven
     model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5, momentum=0.9), accumulate=2)
@@ -193,8 +188,7 @@ def spelled_out_step(case: Case) -> None:
 
 @check
 def spelled_out_step_in_the_wrong_order_is_refused(case: Case) -> None:
-    if case.strategy.capabilities.spelled_out is not True:
-        return
+    case.requires("spelled_out")
     model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
     x, y = (case.backend.from_numpy(each) for each in reference.data(4))
     with refused(StateError, "forward"):
@@ -216,8 +210,7 @@ def loss_that_is_not_one_number_is_refused(case: Case) -> None:
 @check
 def two_models_that_train_each_other(case: Case) -> None:
     """As in a GAN: the loss of one runs through the other, whose own step must not feel it."""
-    if case.strategy.capabilities.spelled_out is not True:
-        return
+    case.requires("spelled_out")
     whole = 4 * case.backend.devices * case.size
     first, first_optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
     second, second_optimizer = case.strategy.prepare(case.mlp(seed=2), SGD(0.5))
@@ -257,15 +250,13 @@ def weights_belong_to_the_batch(case: Case) -> None:
         return case.strategy.loader(reference.data(samples), per_device_batch=4, shuffle=True, seed=3)
 
     case.close_to_serial(trained(loader()), expected)
-    if case.zoo.WEAK_TENSORS:
-        case.close_to_serial(trained(list(loader())), expected)
+    case.close_to_serial(trained(list(loader())), expected)
 
 
 @check
 def unfinished_group_can_be_flushed(case: Case) -> None:
     """After `break`: an update of what was accumulated, each sample weighing the same."""
-    if case.strategy.capabilities.accumulate is not True:
-        return
+    case.requires("accumulate")
     whole = 4 * case.backend.devices * case.size
     model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5), accumulate=3)
     step = case.strategy.train_step(model, optimizer, case.zoo.cross_entropy)
@@ -284,10 +275,9 @@ def unfinished_group_can_be_flushed(case: Case) -> None:
 
 @check
 def all_ranks_stay_equal(case: Case) -> None:
-    """To the last bit, after training."""
+    """To the last bit, after training. Without lockstep, evaluation_is_the_same_on_every_rank is what can be had."""
+    case.requires("lockstep")
     model, _ = case.train(Adam(0.01), samples=43, epochs=3)
-    if case.strategy.capabilities.lockstep is not True:
-        return  # evaluation_is_the_same_on_every_rank is what can be had
     for everywhere in case.strategy.all_gather({"p": case.parameters(model)}):
         close(everywhere["p"], case.parameters(model), tolerance=0)
 
@@ -295,9 +285,7 @@ def all_ranks_stay_equal(case: Case) -> None:
 @check
 def error_in_a_step_loses_its_group_only(case: Case) -> None:
     """Training goes on after an error that the user catches, as if the group that it was in had never begun."""
-    declared = case.strategy.capabilities
-    if declared.accumulate is not True or declared.lockstep is not True or declared.spelled_out is not True:
-        return  # a compiled step does not come back to the user's code
+    case.requires("accumulate", "lockstep", "spelled_out")  # a compiled step does not come back to the user's code
     whole = 4 * case.backend.devices * case.size
     fails = [False, False, False, True, False, False]
 

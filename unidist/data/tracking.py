@@ -1,0 +1,296 @@
+"""What a batch means to a training step, wherever the step meets it: read ahead, kept in a list, or changed on the way.
+
+How much a batch weighs can be seen in it: that is the number of its rows. What cannot be seen is whether some rows are
+padding, whether it ends its pass, and whether the ranks hold equally much. So batches are recognised by identity,
+through any of the arrays in them, for as long as somebody holds them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unidist.data.nested import arrays_of, map_leaves
+from unidist.errors import StateError, UsageError
+
+if TYPE_CHECKING:
+    from unidist.data.batch import Batch
+    from unidist.data.order import Epoch
+
+Place = tuple[int, int]  # (epoch, samples consumed in it, by all ranks)
+
+
+@dataclass
+class Pass:
+    """One pass over a loader: the order of its samples, where there is one, and how far it has come."""
+
+    loader: weakref.ref[Any]
+    plan: Epoch | None = None
+    counts: list[tuple[int, int]] | None = None  # (samples, rows) of each batch, where no plan tells them
+    steps: int = 0  # batches that were handed out
+    began: int = 0  # when its first batch was handed out, and its latest, in batches of all loaders
+    touched: int = 0
+    complete: bool = False  # the last one was
+    evaluation: bool = False  # it was begun inside evaluate(), and no step was made of its batches
+    entered: int = 0  # how often evaluate() had been entered when it was begun
+    gathered: bool = False  # results of it were gathered, or their mean was taken
+    before: Pass | None = field(default=None, repr=False)  # the loader's pass before it, whose results may be to come
+    for_training: bool = False  # passes before it were
+    made: int = 0  # training steps of its batches, or of unknown ones while it was the pass that was read last
+    unrecognised: int = 0  # of these, steps of batches that no loader knows
+    shares: bool = False  # whole steps have given back losses, which are parts of the global mean already
+    handed_out: dict[int, _Tracked] = field(default_factory=dict, repr=False)  # that somebody may still hold
+    walks: dict[int, list[int]] = field(default_factory=dict, repr=False)  # by user: [number of this walk, steps in it]
+
+    @property
+    def trained(self) -> bool:
+        return self.made > 0 and not self.evaluation
+
+    @property
+    def alike(self) -> bool:
+        """All its batches hold equally many samples, on all ranks, and no padding. All ranks say the same."""
+        if self.plan is None:
+            return False
+        ends = [
+            self.plan.counts(rank, step) for rank in (0, self.plan.batch.workers - 1) for step in (0, self.steps - 1)
+        ]
+        return len(set(ends)) == 1 and ends[0].real == ends[0].rows
+
+    def held(self) -> list[_Tracked]:
+        return [each for each in list(self.handed_out.values()) if not each.released]
+
+    def walk(self, user: int, info: BatchInfo) -> tuple[bool, bool]:
+        """`user` makes a step of one of its batches: (whether a walk over them ends with it, whether it was its turn).
+
+        Ranks may walk a list that they kept in orders of their own. The end of a walk is where nothing is left, and
+        that is the same step on all of them."""
+        number, steps = self.walks.setdefault(user, [1, 0])
+        in_turn = info.number == steps
+        steps += 1
+        ends = self.complete and steps == self.steps
+        if info.last and not ends:
+            ends = not any(each.uses.get(user, 0) < number for each in self.held())
+        self.walks[user] = [number + 1, 0] if ends else [number, steps]
+        return ends, in_turn
+
+    def waiting(self) -> list[Place]:
+        """Where batches begin that no step was made of, and that somebody holds."""
+        return [each.info.begins_at for each in self.held() if not each.uses]
+
+    def check_position(self) -> None:
+        if self.unrecognised and self.made % self.steps:
+            raise StateError(
+                f"{self.steps} batches were read and {self.made} steps were made, of batches that were changed on the "
+                "way: which of them are still to come cannot be seen. Save at the end of a pass, or change batches "
+                "inside the loss function"
+            )
+
+
+def next_pass(passes: Sequence[Pass], coming: Pass) -> list[Pass]:
+    """The passes of a loader that count for its position when another one begins."""
+    coming.for_training = any(each.trained or each.for_training for each in passes)
+    if passes and not passes[-1].gathered:
+        coming.before, passes[-1].before = passes[-1], None
+    return [*(each for each in passes if each.waiting()), coming]
+
+
+def reached(passes: Sequence[Pass], place: Place) -> Place:
+    """Where training is, when the batches of these passes up to `place` were handed out: some may wait to be used."""
+    waiting = []
+    for each in passes:
+        begins = each.waiting() if each.trained or each.for_training else []
+        if begins:
+            each.check_position()
+            waiting += [] if each.unrecognised else begins
+    return min([*waiting, place])
+
+
+class BatchInfo(NamedTuple):
+    """One rank's part of a global batch, as a loader handed it out."""
+
+    origin: Pass
+    number: int  # in its pass
+    batch: Batch
+    rows: int  # as delivered
+    real: int  # of these, samples; the others are padding and come last
+    total: int  # samples on all ranks
+    last: bool  # it ends the pass
+    even: bool  # every rank holds the same number of samples
+    begins_at: Place
+
+    @property
+    def padded(self) -> bool:
+        return self.real != self.rows
+
+    @property
+    def special(self) -> bool:
+        return self.last or self.padded or not self.even
+
+
+OnBatch = Callable[["BatchInfo", Any], None]  # told before a batch is handed out, with the batch itself
+
+
+@dataclass
+class _Tracked:
+    info: BatchInfo
+    arrays: list[Any] = field(repr=False)
+    uses: dict[int, int] = field(default_factory=dict)  # steps that were made of it, by user
+    noticed: bool = False  # as lost
+    count: int = 0  # of its arrays when it was handed out
+
+    @property
+    def released(self) -> bool:
+        """Nobody but this record refers to any of its arrays. (Not every framework's arrays have weak references.)"""
+        # Three references to each: the list, the loop's variable and the argument of getrefcount.
+        return all(sys.getrefcount(array) <= 3 for array in self.arrays)
+
+
+class Tracker:
+    """The batches that a step may still be made of. `user` is whoever makes steps: a prepared model."""
+
+    def __init__(self) -> None:
+        self._tracked: deque[_Tracked] = deque()
+        self._special: list[_Tracked] = []  # those that mean more than their rows
+        self._by_array: dict[int, _Tracked] = {}  # by identity, since they are kept alive here
+        self._lock = threading.Lock()  # loaders may be read by threads of the user's
+
+    def hand_out(self, info: BatchInfo, batch: Any) -> None:
+        arrays = arrays_of(batch)
+        tracked = _Tracked(info, arrays, count=len(arrays))
+        info.origin.complete = info.origin.complete or info.last
+        with self._lock:
+            for _ in range(min(2, len(self._tracked))):  # more would be slow where the user keeps many of them
+                self._forget_or_keep(self._tracked.popleft())
+            if info.special:
+                self._special = [each for each in self._special if self._matters(each, info)] + [tracked]
+            self._tracked.append(tracked)
+            for array in tracked.arrays:
+                before = self._by_array.get(id(array))
+                if before is not None:  # an array that comes with every batch tells none of them apart
+                    before.arrays = [each for each in before.arrays if each is not array]
+                self._by_array[id(array)] = tracked
+            info.origin.handed_out[id(tracked)] = tracked
+
+    def _forget_or_keep(self, oldest: _Tracked) -> None:
+        """A batch can be used for as long as somebody holds one of its arrays; the others need not be kept alive."""
+        held = []
+        while oldest.arrays:
+            array = oldest.arrays.pop()
+            if sys.getrefcount(array) > 2:  # this variable, and the argument
+                held.append(array)
+            else:
+                self._by_array.pop(id(array), None)
+        oldest.arrays = held
+        if held:
+            self._tracked.append(oldest)
+        else:
+            oldest.info.origin.handed_out.pop(id(oldest), None)
+
+    @staticmethod
+    def _matters(each: _Tracked, coming: BatchInfo) -> bool:
+        """A batch that was not used may have been changed into something that cannot be recognised. It is remembered
+        until its loader has ended another pass."""
+        if not each.released:
+            return True
+        known, new = each.info.origin, coming.origin
+        if known.evaluation and known.loader() is None:
+            return False
+        return not each.uses and not (coming.last and new is not known and new.loader == known.loader)
+
+    def find(self, arrays: Sequence[Any], user: int) -> list[BatchInfo]:
+        """What is known of the batches that these arrays, or some of them, came in. A step is being made of them."""
+        found: dict[int, _Tracked] = {}
+        for array in arrays:
+            tracked = self._by_array.get(id(array))
+            if tracked is not None:
+                found[id(tracked)] = tracked
+        for each in found.values():
+            each.uses[user] = each.uses.get(user, 0) + 1
+        return [each.info for each in found.values()]
+
+    def refuse_parts(self, arrays: Sequence[Any]) -> None:
+        """An array that was left as it was tells how many rows its batch had, not how many were taken of the others."""
+        others = [int(array.shape[0]) for array in arrays if id(array) not in self._by_array]
+        known = [self._by_array[id(array)] for array in arrays if id(array) in self._by_array]
+        for tracked in known if others else ():
+            if len(known) < tracked.count and any(rows != tracked.info.rows for rows in others):
+                raise UsageError(
+                    f"some arrays of this batch are as the loader gave them, with {tracked.info.rows} rows, and others "
+                    f"have {', '.join(map(str, sorted(set(others))))}, so the number of samples that the loss is the "
+                    "mean of cannot be seen: take the same rows of all of them, or say step(…, weight=n)"
+                )
+
+    def outstanding(self) -> list[BatchInfo]:
+        """Batches of training passes with padding or of uneven size that no step was made of."""
+        with self._lock:
+            special = list(self._special)
+        return [
+            each.info
+            for each in special
+            if each.info.origin.trained
+            and not each.uses
+            and (each.info.padded or not each.info.even)
+            and (each.info.origin.loader() is not None or not each.released)
+        ]
+
+    def lost_end(self) -> bool:
+        """Whether, since the last call, the last batch of a training pass went without a step of its own: it was
+        changed, or left out."""
+        with self._lock:
+            special = list(self._special)
+        lost = [
+            each
+            for each in special
+            if each.info.last and each.info.origin.trained and not each.uses and not each.noticed and each.released
+        ]
+        for each in lost:
+            each.noticed = True
+        return bool(lost)
+
+
+def refuse_mixed_padding(infos: Sequence[BatchInfo]) -> None:
+    if len({(info.rows, info.real) for info in infos}) > 1 and any(info.padded for info in infos):
+        raise UsageError(
+            "the arrays of this batch come from several batches, of which one holds padding: use tail='drop', or a "
+            "batch size that divides"
+        )
+
+
+def refuse_unequal_shares(infos: Sequence[BatchInfo], of_ranks: bool, of_groups: bool) -> None:
+    """Where one step is made of several batches, its loss has one weight: in the mean over the ranks, in the mean over
+    the micro-batches of a group, or both."""
+    ranks = {info.real / info.total for info in infos} if of_ranks else set()
+    groups = {info.real / info.batch.per_worker for info in infos} if of_groups else set()
+    if len(ranks) > 1 or len(groups) > 1:
+        raise UsageError(
+            "this step is made of several batches, of which this rank holds different shares ("
+            + ", ".join(f"{info.real} of {info.total} samples" for info in infos)
+            + "), so no weight fits the losses of all of them: use tail='drop', make a step of each, or let the loss "
+            "be a sum, with reduction='sum'"
+        )
+
+
+def rows_of(arrays: Sequence[Any]) -> int:
+    """How many samples a batch of these arrays holds."""
+    lengths = {int(array.shape[0]) for array in arrays}
+    if len(lengths) > 1:
+        raise UsageError(
+            f"the arrays of this batch have {', '.join(map(str, sorted(lengths)))} rows, so the number of samples that "
+            "the loss is the mean of cannot be seen: say it, as in step(…, weight=len(x))"
+        )
+    return lengths.pop()
+
+
+def cut(value: Any, rows: int, keep: int) -> Any:
+    """The first `keep` rows of every array that has `rows` of them; everything else as it is."""
+
+    def first(leaf: Any) -> Any:
+        shape = getattr(leaf, "shape", None)
+        return leaf[:keep] if shape and shape[0] == rows else leaf
+
+    return map_leaves(first, value)
