@@ -82,7 +82,7 @@ def test_a_hang_is_reported_and_ended(place: Place) -> None:
     if rank < 3:
         heart.start()
         for step in range(20):
-            heart.at("step", step)
+            heart.at("step", step, training=True)
         if rank != 1:
             heart.at("all_reduce", 19)
     time.sleep(600)
@@ -108,7 +108,7 @@ def test_who_has_ended_or_left_is_not_hung(place: Place) -> None:
     if rank == 1: heart.stop()
     for step in range(70):
         time.sleep(0.1)
-        heart.at("step", step)
+        heart.at("step", step, training=True)
     """
     )
     ended = place.run(*RUN, "-n", "3", "--timeout", "3", script)
@@ -140,7 +140,7 @@ def test_who_breaks_off_what_others_wait_in_ends_the_job(place: Place, operation
         LIFELINE
         + f"""
     import contextlib
-    heart.at({operation!r}, 0)
+    heart.at({operation!r}, 0, training={operation == "step"})
     try:
         with heart.waiting() if {operation!r} != "step" else contextlib.nullcontext():
             if rank == 1: raise ValueError("kept to itself")
@@ -160,7 +160,7 @@ def test_all_may_give_up_each_in_its_time(place: Place, way: str) -> None:
         LIFELINE
         + f"""
     for step in range(20):
-        heart.at("step", step)
+        heart.at("step", step, training=True)
         heart.stepped()
     time.sleep(8 * rank)
     error = SystemExit(0) if {way!r} != "raise" else ValueError("of all")
@@ -181,11 +181,11 @@ def test_who_ends_well_in_mid_training_ends_the_job(place: Place, way: str) -> N
         LIFELINE
         + f"""
     for step in range(20):
-        heart.at("step", step)
+        heart.at("step", step, training=True)
     if rank == 1: {way}
     for step in range(600):
         time.sleep(0.1)
-        heart.at("step", step)
+        heart.at("step", step, training=True)
     """
     )
     ended = place.run(*RUN, "-n", "2", script)
@@ -199,7 +199,7 @@ def test_who_never_closes_is_forgiven_when_all_have_done_the_same(place: Place) 
         LIFELINE
         + """
     for step in range(20):
-        heart.at("step", step)
+        heart.at("step", step, training=True)
     if rank == 0: time.sleep(4)  # has something to write, alone
     """
     )
@@ -214,7 +214,7 @@ def test_waiting_for_our_reader_is_no_hang(place: Place) -> None:
     heart.start()
     for step in range(40):
         print("x" * 100_000)
-        heart.at("step", step)
+        heart.at("step", step, training=True)
     """
     )
     process = place.start(*RUN, "--timeout", "2", script)
@@ -256,7 +256,7 @@ def test_a_rank_that_waits_for_others_in_a_long_operation_excuses_nobody(place: 
                 heart.at("save: all_gather", 3)
                 with heart.waiting(): time.sleep(600)
         for step in range(5):
-            heart.at("step", step)
+            heart.at("step", step, training=True)
         time.sleep(600)
     """
     )

@@ -37,6 +37,11 @@ def normalised(framework):
         model.initialize()
         return model
     return native.nn.Sequential(native.nn.Linear(3, 3), native.nn.BatchNorm1d(3))
+def read(tensor):
+    return tensor.asnumpy() if hasattr(tensor, "asnumpy") else tensor.detach().numpy()
+def parameters(model):
+    gluon = hasattr(model, "collect_params")
+    return [each.data() for each in model.collect_params().values()] if gluon else model.parameters()
 def train(strategy):
     model, optimizer = strategy.prepare(normalised(strategy.framework), unidist.SGD(0.1))
     step = strategy.train_step(model, optimizer, lambda m, x: (m(x) ** 2).mean())
@@ -123,14 +128,20 @@ CAUGHT_IN_A_GROUP = """
         return (m(x) ** 2).mean()
     step = strategy.train_step(model, optimizer, loss_fn)
     for _, x in zip(range(20), strategy.loader(np.ones((80, 3), np.float32), global_batch=4)):
-        strategy._backend.to_numpy(step(x))
+        {reads}
 """
+READS = {
+    "each loss": "read(step(x))",
+    "the parameters": "step(x); [read(each) for each in parameters(strategy.unwrap(model)) if len(losses) == 6]",
+}
 
 
+@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if "async" not in name])  # whose workers do not wait
-def test_an_error_that_one_rank_has_caught_in_an_accumulation_group(engine, tmp_path):
-    """The others may be a micro-batch further, and wait there for the update that this one has broken off."""
-    code, output = run(engine, tmp_path, during=CAUGHT_IN_A_GROUP.strip())
+def test_an_error_that_one_rank_has_caught_in_an_accumulation_group(engine, reads, tmp_path):
+    """The others may be a micro-batch further, or read what they have queued: they wait for the update that this one
+    has broken off."""
+    code, output = run(engine, tmp_path, during=CAUGHT_IN_A_GROUP.format(reads=READS[reads]).strip())
     assert code == 1, output
     assert "worker 1 " in first_cause(output)
 

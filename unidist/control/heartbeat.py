@@ -31,7 +31,7 @@ class Heart:
         self._at = ("start-up", 0, 0, 1)
         self._pauses = self._waits = 0
         self._stepping = True  # inside a step, or that start
-        self._behind = False  # in a micro-batch behind an update, which the engine may still be at
+        self._queued = False  # what it did last is a step, and the engine may still be at it
         self._broke_off = False  # an error has left another operation, and none was begun since
         self._how = LEFT
         self._stop = threading.Event()
@@ -53,11 +53,12 @@ class Heart:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def at(self, operation: str, step: int, together: bool = True) -> None:
-        """`operation` is about to begin, after `step` updates. `together`: all ranks take part in it."""
+    def at(self, operation: str, step: int, together: bool = True, training: bool = False) -> None:
+        """`operation` is about to begin, after `step` updates. `together`: all ranks take part in it. `training`: it is
+        a step, which an engine may only queue, so that this process waits for the others when it reads a result."""
         self._at = (operation, step, self._at[2] + 1, self._at[3] + together)
-        self._stepping |= together and operation == "step"
-        self._behind = not together
+        self._stepping |= together and training
+        self._queued = training
         self._broke_off = False
 
     def stepped(self) -> None:
@@ -103,7 +104,7 @@ class Heart:
                     paused=self._pauses > 0,
                     waits=self._waits > 0,
                     together=together,
-                    inside=self.place.inside or self._behind,
+                    inside=self.place.inside or self._queued,
                 )
             if self._stop.wait(self._interval):
                 break

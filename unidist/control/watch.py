@@ -102,11 +102,11 @@ class Watch:
             self._heart.stepped()
         self.collectives: Collectives = Collectives(backend, self.within if self._heart else None)
 
-    def before(self, operation: str) -> None:
+    def before(self, operation: str, training: bool = False) -> None:
         """An operation of all ranks is about to start."""
         if self._heart is None:
             return
-        self._heart.at(": ".join([*self._paused, operation]), self._updates)
+        self._heart.at(": ".join([*self._paused, operation]), self._updates, training=training)
         self._sequence += 1
         if self.checking and self._world.peers is not None:
             from unidist.control import agree
@@ -137,9 +137,9 @@ class Watch:
         self._updates = number
         if self._heart is not None:
             if self.checking and exchanges:
-                self.before(f"step {number}")
+                self.before(f"step {number}", training=True)
             else:
-                self._heart.at("step", number, together=exchanges and closes)
+                self._heart.at("step", number, together=exchanges and closes, training=True)
 
     @property
     def made(self) -> int:
