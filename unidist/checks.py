@@ -72,7 +72,7 @@ def device_kind(asked: str | None, gpus: int) -> tuple[str, int | None]:
 def check_own_parameters(held: Sequence[object], own: Iterable[object]) -> None:
     """An optimizer that holds parameters of another copy of the model would move nothing, without an error."""
     known = set(map(id, own))
-    strangers = sum(id(each) not in known for each in held)
+    strangers = sum(id(parameter) not in known for parameter in held)
     if strangers:
         raise UsageError(
             f"{strangers} of the optimizer's {len(held)} parameters are not the model's: make it from this model's "

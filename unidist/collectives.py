@@ -44,8 +44,8 @@ class Collectives:
         def on_arrays(arrays: list[Array]) -> list[Array]:
             carried: list[Array] = [array.astype(_carrier(array.dtype, op), copy=False) for array in arrays]
             reduced = self._flat(carried, lambda flat: [self._backend.all_reduce(flat, reduction)])[0]
-            results = [each / size for each in reduced] if op == "mean" else reduced
-            return [_back(each, array, op) for each, array in zip(results, arrays, strict=True)]
+            results = [array / size for array in reduced] if op == "mean" else reduced
+            return [_back(result, array, op) for result, array in zip(results, arrays, strict=True)]
 
         with self._announced(f"all_reduce {op}", tree):
             return tree.rebuilt(on_tensor, on_arrays)
@@ -121,7 +121,7 @@ class Tree:
             items = [f"{key}: {self._collect(value[key], f'{path}[{key!r}]')}" for key in sorted(value, key=str)]
             return "{" + ", ".join(items) + "}"
         if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(self._collect(each, f"{path}[{i}]") for i, each in enumerate(value)) + "]"
+            return "[" + ", ".join(self._collect(item, f"{path}[{i}]") for i, item in enumerate(value)) + "]"
         if isinstance(value, (np.ndarray, np.generic, *NUMBERS)):
             array = np.asarray(value)
             if array.dtype.kind not in "biufc":
@@ -149,7 +149,7 @@ class Tree:
             rebuilt = {key: self._rebuild(value[key], on_tensor, arrays) for key in sorted(value, key=str)}
             return {key: rebuilt[key] for key in value}
         if isinstance(value, (list, tuple)):
-            parts = [self._rebuild(each, on_tensor, arrays) for each in value]
+            parts = [self._rebuild(item, on_tensor, arrays) for item in value]
             return (
                 type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
             )  # a namedtuple takes them apart

@@ -55,9 +55,9 @@ def plugin(name: str) -> Plugin:
 def _as_an_option(word: str) -> str:
     """Users of an engine may name what is an option here: advice for each backend that has one with that value."""
     uses = [
-        f"Strategy({each.name!r}, {option}={word!r}), or `unidist run --backend {each.name} --option {option}={word}`"
-        for each in loadable()
-        for option, words in choices(each).items()
+        f"Strategy({name!r}, {option}={word!r}), or `unidist run --backend {name} --option {option}={word}`"
+        for name, backend in ((backend.name, backend) for backend in loadable())
+        for option, words in choices(backend).items()
         if word in words
     ]
     return f" It is a value of an option: {'; or '.join(uses)}." if uses else ""
@@ -152,16 +152,16 @@ def choose(name: str | None, env: Mapping[str, str] = os.environ) -> tuple[Plugi
     if env.get("UNIDIST_BACKEND"):
         return plugin(env["UNIDIST_BACKEND"]), "UNIDIST_BACKEND"
     known = loadable()
-    for each in known:
-        if each.launcher and each.launcher.marker in env:
-            return each, f"{each.launcher.marker} is set"
-    installed = [each for each in known if not missing(each)]
+    for candidate in known:
+        if candidate.launcher and candidate.launcher.marker in env:
+            return candidate, f"{candidate.launcher.marker} is set"
+    installed = [candidate for candidate in known if not missing(candidate)]
     if len(installed) == 1:
         return installed[0], "the only framework installed"
-    for each in installed:
-        if each.name == DEFAULT:
-            return each, f"the default among {', '.join(p.name for p in installed)}"
-    choices = ", ".join(each.name for each in installed or known)
+    for candidate in installed:
+        if candidate.name == DEFAULT:
+            return candidate, f"the default among {', '.join(p.name for p in installed)}"
+    choices = ", ".join(candidate.name for candidate in installed or known)
     state = "several frameworks are installed" if installed else f"no framework is installed for {sys.executable}"
     raise UsageError(
         f'which backend? {state}. Name one of {choices}: Strategy("…") or `python -m unidist run --backend …`'

@@ -33,8 +33,8 @@ REMEDY = (
 def built_for() -> list[str]:
     """The frameworks whose native library this Horovod holds, found without importing it."""
     spec = importlib.util.find_spec("horovod")
-    folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
-    return [name for name in FRAMEWORKS if any(list((each / name).glob(NATIVE[name])) for each in folders)]
+    folders = [Path(location) for location in (spec.submodule_search_locations or ())] if spec else []
+    return [name for name in FRAMEWORKS if any(list((folder / name).glob(NATIVE[name])) for folder in folders)]
 
 
 def choose(asked: str | None, built: list[str]) -> str:

@@ -49,8 +49,8 @@ class Gradients:
         if not gradients:
             return
         agreeing = hvd.allreduce_async_(used, op=hvd.Average, name=f"{self._name}, used")
-        for dtype in dict.fromkeys(each.dtype for each in gradients.values()):
-            numbers = [number for number, each in gradients.items() if each.dtype == dtype]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients.values()):
+            numbers = [number for number, gradient in gradients.items() if gradient.dtype == dtype]
             with carried([gradients[number] for number in numbers]) as alike:
                 self._exchange(dict(zip(numbers, alike, strict=True)), f"{self._name}, {dtype}")
         hvd.synchronize(agreeing)
@@ -68,7 +68,7 @@ class Halves(Gradients):
     """Rounded to float16. Divided first: their sum might not fit."""
 
     def _exchange(self, gradients: dict[int, torch.Tensor], name: str) -> None:
-        halves = torch._foreach_div([each.half() for each in gradients.values()], hvd.size())
+        halves = torch._foreach_div([gradient.half() for gradient in gradients.values()], hvd.size())
         hvd.grouped_allreduce_(halves, op=hvd.Sum, name=name)
         torch._foreach_copy_(list(gradients.values()), halves)
 
@@ -125,8 +125,8 @@ class LowRank(Gradients):
         if self._updates <= self._start:
             super()._exchange(gradients, name)
             return
-        thin = [number for number, each in gradients.items() if self._pays(each)]
-        rest = [each for number, each in gradients.items() if number not in thin]
+        thin = [number for number, gradient in gradients.items() if self._pays(gradient)]
+        rest = [gradient for number, gradient in gradients.items() if number not in thin]
         if rest:
             hvd.grouped_allreduce_(rest, op=hvd.Average, name=f"{name}, whole")
         if not thin:
@@ -180,11 +180,11 @@ def _held(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _flat(gradients: dict[int, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([each.reshape(-1) for each in gradients.values()])
+    return torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
 
 
 def _parts(flat: torch.Tensor, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    parts = flat.split([each.numel() for each in gradients.values()])
+    parts = flat.split([gradient.numel() for gradient in gradients.values()])
     return {number: part.view_as(each) for part, (number, each) in zip(parts, gradients.items(), strict=True)}
 
 

@@ -111,7 +111,7 @@ class HorovodStore:
                 room, dtype = GROUP, array.dtype
             groups[-1].insert(0, n)
             room -= array.size * np.dtype(dtype).itemsize
-        ends = [(keys[each[0]], keys[each[-1]]) for each in groups]
+        ends = [(keys[group[0]], keys[group[-1]]) for group in groups]
         names = [f"gradients {a} to {b}, {self._names[a]} to {self._names[b]}" for a, b in ends]
         return list(zip(groups, names, strict=True))
 

@@ -55,7 +55,7 @@ class MxnetOptions:
         for name, least in (("bigarray_bound", 1), ("servers", 0), ("worker_cores", 0), ("server_cores", 0)):
             check_whole(name, getattr(self, name), least)
         if isinstance(self.devices, (list, tuple)):
-            if not self.devices or not all(isinstance(each, str) for each in self.devices):
+            if not self.devices or not all(isinstance(device, str) for device in self.devices):
                 raise UsageError(
                     f'devices is {self.devices!r}: name them, such as ["cpu(0)", "cpu(1)"], or say how many'
                 )

@@ -39,7 +39,9 @@ class MxnetBackend(MxnetModels):
         self.carry_by(store, Exchange(world.peers if store.workers > 1 else None, options.collective_timeout))
         # ps-lite numbers the workers in its own way.
         store.rank_0_leads = self.exchange.meet(store.rank)[0] == 0
-        self._servers = [each for each in world.peers.services if each["role"] == "server"] if world.peers else []
+        self._servers = (
+            [service for service in world.peers.services if service["role"] == "server"] if world.peers else []
+        )
         if store.distributed:
             self._check_servers()
         self.transport = self._describe_transport()
@@ -53,14 +55,14 @@ class MxnetBackend(MxnetModels):
                 sys.stderr.write(f"unidist: should it or a server die, the workers will wait for ever. {FOREIGN}\n")
             return
         asked = self.options.server_memory
-        if asked and any(each["bytes"] != int(asked * memory.GB) for each in self._servers):
+        if asked and any(server["bytes"] != int(asked * memory.GB) for server in self._servers):
             raise UsageError(
                 f"server_memory is {asked:g} here, and the servers were not told: say it to `unidist run --option "
                 f"server_memory={asked:g}`"
             )
         hosts: dict[str, list[int]] = {}
-        for each in self._servers if asked else []:
-            hosts.setdefault(each["host"], []).append(each["has"])
+        for server in self._servers if asked else []:
+            hosts.setdefault(server["host"], []).append(server["has"])
         for host, has in hosts.items():
             self._check_memory(memory.granted_too_much(len(has), asked, min(has), host))
 
@@ -90,10 +92,10 @@ class MxnetBackend(MxnetModels):
         self.store.close(failed)
 
     def _report_staleness(self) -> None:
-        on_servers = [each for each in self._trained.values() if isinstance(each, UpdatedByServer)]
-        counts = [each.staleness for each in on_servers if each.staleness is not None]
-        for each in counts:
-            each.settle()
+        on_servers = [prepared for prepared in self._trained.values() if isinstance(prepared, UpdatedByServer)]
+        counts = [held.staleness for held in on_servers if held.staleness is not None]
+        for count in counts:
+            count.settle()
         mine = [sum(e.updates for e in counts), sum(e.total for e in counts), max((e.worst for e in counts), default=0)]
         everyone = self.exchange.meet(mine)
         if self.world.rank == 0 and any(updates for updates, _, _ in everyone):
@@ -105,7 +107,7 @@ class MxnetBackend(MxnetModels):
     def check_prepare(self, model: Any, optimizer: Any) -> None:
         super().check_prepare(model, optimizer)
         if optimizer is not None and self._updates_on_servers:
-            optimized = [each for each in self._trained.values() if isinstance(each, Optimized)]
+            optimized = [prepared for prepared in self._trained.values() if isinstance(prepared, Optimized)]
             held = {id(each) for trained in optimized for each in trained.parameters}
             for name, parameter in collect(model).items():
                 if id(parameter) in held:

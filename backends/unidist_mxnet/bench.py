@@ -41,7 +41,7 @@ def contestants(strategy: unidist.Strategy) -> dict[str, Callable[[int], None]]:
         kvstore=store,
         update_on_kvstore=side if store is not None else None,
     )
-    reserved = backend.store.keys([each.name for each in trainer._params])
+    reserved = backend.store.keys([param.name for param in trainer._params])
     assert reserved[0] == 0, "a Trainer counts its keys from 0: unidist's must come after"
     ready = mx.io.NDArrayIter(x[share], y[share], batch_size=BATCH, shuffle=True, last_batch_handle="discard")
     batches, ready_batches = endless(data_loader()), endless_io(ready)

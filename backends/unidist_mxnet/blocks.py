@@ -19,10 +19,10 @@ NADAM = (
 def check_model(model: Any) -> None:
     if not isinstance(model, gluon.Block):
         raise UsageError(f"the mxnet backend prepares a gluon.Block, not a {type(model).__name__}")
-    for name, each in collect(model).items():
-        if each._data is None and not each._deferred_init:
+    for name, parameter in collect(model).items():
+        if parameter._data is None and not parameter._deferred_init:
             raise UsageError(f"parameter {name} has no values: call model.initialize(mx.init.Xavier()) first")
-        if each._stype != "default" or each._grad_stype != "default":
+        if parameter._stype != "default" or parameter._grad_stype != "default":
             raise UsageError(
                 f"parameter {name} is sparse, which this backend does not train: use dense ones, such as "
                 "Embedding(…, sparse_grad=False)"
@@ -70,19 +70,19 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
         )
     if optimizer._kv_initialized:
         raise StateError("this Trainer has made steps already: pass it to prepare() before its first one")
-    ours = {id(each) for each in parameters.values()}
-    strangers = sum(id(each) not in ours for each in optimizer._params)
+    ours = {id(parameter) for parameter in parameters.values()}
+    strangers = sum(id(param) not in ours for param in optimizer._params)
     if strangers:
         raise UsageError(
             f"{strangers} of the Trainer's {len(optimizer._params)} parameters are not the model's: make it from this "
             "model's collect_params()"
         )
-    held = {id(each) for each in optimizer._params}
-    for each in parameters.values():
-        if each.grad_req != "null" and id(each) not in held:
+    held = {id(param) for param in optimizer._params}
+    for parameter in parameters.values():
+        if parameter.grad_req != "null" and id(parameter) not in held:
             raise UsageError(
-                f"the Trainer does not hold the model's parameter {each.name}: set its grad_req to 'null' to freeze "
-                "it, or make the Trainer from all of collect_params()"
+                f"the Trainer does not hold the model's parameter {parameter.name}: set its grad_req to 'null' to "
+                "freeze it, or make the Trainer from all of collect_params()"
             )
     if optimizer._compression_params:
         raise UsageError(

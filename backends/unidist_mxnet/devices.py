@@ -12,7 +12,7 @@ def pick_contexts(asked: str | None, devices: int | list[str], gpus: int, world:
     if isinstance(devices, (list, tuple)):
         if asked is not None:
             raise UsageError(f"device={asked!r} and devices={devices!r} both name devices: keep one")
-        chosen = [_parse(each) for each in devices]
+        chosen = [_parse(device) for device in devices]
         if len(set(chosen)) < len(chosen):
             raise UsageError(f"devices={devices!r} names one twice")
         return [_existing(kind, index or 0, gpus) for kind, index in chosen]

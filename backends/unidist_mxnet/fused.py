@@ -34,7 +34,7 @@ _zeros = Zeros()
 def divide(arrays: Sequence[nd.NDArray], number: nd.NDArray) -> None:
     """In place, in float32, without reading the number."""
     rate = -1 / number  # 0 minus such a part of an array is what is wanted
-    arrays = [each for each in arrays if each.size]
+    arrays = [array for array in arrays if array.size]
     for first in range(0, len(arrays), AT_ONCE):
         some = arrays[first : first + AT_ONCE]
         count = len(some)
@@ -47,12 +47,12 @@ class Sums:
     """Sums of gradients, apart from Gluon's arrays: what else computes gradients does not reach them."""
 
     def __init__(self, gradients: Sequence[Sequence[nd.NDArray]]) -> None:
-        self._arrays = [[nd.zeros_like(each) for each in device] for device in gradients]
+        self._arrays = [[nd.zeros_like(array) for array in device] for device in gradients]
         alike: dict[object, list[int]] = {}  # what one kernel takes has one dtype
-        for n, each in enumerate(gradients[0] if gradients else ()):
-            if each.size:
-                alike.setdefault(each.dtype, []).append(n)
-        self._together = [each[a : a + AT_ONCE] for each in alike.values() for a in range(0, len(each), AT_ONCE)]
+        for n, gradient in enumerate(gradients[0] if gradients else ()):
+            if gradient.size:
+                alike.setdefault(gradient.dtype, []).append(n)
+        self._together = [places[a : a + AT_ONCE] for places in alike.values() for a in range(0, len(places), AT_ONCE)]
         self.empty = True
 
     def add(self, gradients: Sequence[Sequence[nd.NDArray]]) -> None:

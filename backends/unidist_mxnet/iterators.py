@@ -34,7 +34,7 @@ def open_iterator(data: object) -> NativeLoader | None:
     name, known = data.func.__name__, _parameters(data.func)
     if not {"num_parts", "round_batch"} <= known:
         raise UsageError(f"{name} cannot read a part of its data and all of that part: {ADVICE}")
-    given = [each for each in OURS if each in data.keywords]
+    given = [name for name in OURS if name in data.keywords]
     if given:
         raise UsageError(f"leave {', '.join(given)} out of {name}: they follow from the rank, and seed= of the loader")
     size = data.keywords.get("batch_size")
@@ -60,7 +60,7 @@ def read_part(source: NativeLoader, context: mx.Context) -> Iterator[tuple[int, 
     for number, batch in enumerate(iterator):
         real = size - batch.pad
         # Copies: the iterator fills the same memory again while this batch is still in use.
-        ready = tuple(each[:real].copyto(context) for each in (*batch.data, *batch.label))
+        ready = tuple(array[:real].copyto(context) for array in (*batch.data, *batch.label))
         if number < skip // whole:
             skipped = ready
         else:

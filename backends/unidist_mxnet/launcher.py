@@ -66,7 +66,9 @@ def _mx_config(env: Variables, role: str, addr: str, port: int) -> int:
     advice = "the Kubeflow operator sets both; unset MX_CONFIG if this is no pod of an MXJob"
     try:
         config = json.loads(env.text("MX_CONFIG") or "")
-        replicas = {name: [(each["url"], each["port"]) for each in of] for name, of in config["cluster"].items()}
+        replicas = {
+            name: [(replica["url"], replica["port"]) for replica in of] for name, of in config["cluster"].items()
+        }
         kind, index = config["task"]["type"], config["task"]["index"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorldError(f"MX_CONFIG cannot be read ({type(error).__name__}: {error}): {advice}") from error

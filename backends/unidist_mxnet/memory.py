@@ -15,7 +15,7 @@ def of_this_process() -> int:
     least = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        for root, name in (CGROUPS[each] for each in controllers.split(",") if each in CGROUPS):
+        for root, name in (CGROUPS[controller] for controller in controllers.split(",") if controller in CGROUPS):
             inner = Path(path.lstrip("/"))
             for group in (inner, *inner.parents):
                 limit = Path(root) / group / name
@@ -46,9 +46,9 @@ def granted_too_much(servers: int, granted: float, has: int, where: str) -> str 
 def too_little(model: int, copies: int, servers: Iterable[Mapping[str, Any]]) -> str | None:
     """`copies`: a server holds the model, the sum of gradients, and the optimizer's state if it updates."""
     hosts: dict[str, int] = {}
-    for each in servers:  # those of one host share its memory, unless each was granted its own
-        shared = 0 if each.get("granted") else hosts.get(str(each["host"]), 0)
-        hosts[str(each["host"])] = hosts.get(str(each["host"]), 0) - shared + int(each["bytes"])
+    for server in servers:  # those of one host share its memory, unless each was granted its own
+        shared = 0 if server.get("granted") else hosts.get(str(server["host"]), 0)
+        hosts[str(server["host"])] = hosts.get(str(server["host"]), 0) - shared + int(server["bytes"])
     have, need = sum(hosts.values()), model * copies
     if not hosts or need <= have:
         return None

@@ -62,8 +62,8 @@ class MxnetModels(Backend):
 
     def release(self) -> None:
         """To be called when the ranks part."""
-        for each in self._trained.values():
-            each.release()
+        for prepared in self._trained.values():
+            prepared.release()
 
     def carry_by(self, store: GradientStore, exchange: ValueExchange) -> None:
         """To be called once the ranks have met, before anything below."""
@@ -88,7 +88,7 @@ class MxnetModels(Backend):
     def all_gather(self, tensor: nd.NDArray) -> list[nd.NDArray]:
         mine = tensor.asnumpy()
         parts = self.exchange.gather(mine.tobytes())
-        return [kind_like(tensor, np.frombuffer(each, mine.dtype).reshape(mine.shape)) for each in parts]
+        return [kind_like(tensor, np.frombuffer(part, mine.dtype).reshape(mine.shape)) for part in parts]
 
     def broadcast(self, tensor: nd.NDArray, source: int) -> nd.NDArray:
         mine = tensor.asnumpy()
@@ -108,7 +108,7 @@ class MxnetModels(Backend):
                 "what the first prepare() returned, or make a new model"
             )
         parameters = collect(model)
-        if optimizer is not None and all(each.grad_req == "null" for each in parameters.values()):
+        if optimizer is not None and all(parameter.grad_req == "null" for parameter in parameters.values()):
             raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
         native = check_optimizer(optimizer, parameters)
         if optimizer is not None:
@@ -121,15 +121,15 @@ class MxnetModels(Backend):
     def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         parameters = collect(model)
         native = check_optimizer(optimizer, parameters)
-        for each in parameters.values():
-            if each.list_ctx() != self._contexts:
-                each.reset_ctx(self._contexts)
+        for parameter in parameters.values():
+            if parameter.list_ctx() != self._contexts:
+                parameter.reset_ctx(self._contexts)
         alone = features.local or self.capabilities.lockstep is not True
         divisor = 1 if alone else self.world.world_size
         carried = Carried(parameters, self.store, self.exchange, divisor, features.accumulate)
         trained, optimizer = self.make_trained(carried, optimizer, native)
         self._trained[model] = trained
-        if any(is_deferred(each) for each in parameters.values()):
+        if any(is_deferred(parameter) for parameter in parameters.values()):
             self._start_at_first_call(model, trained)
         else:
             self.start_training(trained)
@@ -174,7 +174,7 @@ class MxnetModels(Backend):
             self._trained[model].check_started()
             self._trained[model].catch_up()
         nd.waitall()  # see `parameters`
-        return {name: each.list_data()[0] for name, each in self._portable(model).items() if not is_deferred(each)}
+        return {name: one.list_data()[0] for name, one in self._portable(model).items() if not is_deferred(one)}
 
     def parameters(self, model: Any) -> Mapping[str, nd.NDArray]:
         trained = self._trained[model]
@@ -185,7 +185,7 @@ class MxnetModels(Backend):
     def check_state(self, model: Any, arrays: Mapping[str, np.ndarray], filled: Collection[str]) -> None:
         parameters = self._portable(model)
         check_tied(arrays, parameters)
-        fixed = {id(each) for each in fixed_scales(model)}
+        fixed = {id(scale) for scale in fixed_scales(model)}
         for name, array in arrays.items():
             if id(parameters[name]) in fixed and not (array == 1).all():
                 raise CheckpointError(
@@ -204,7 +204,7 @@ class MxnetModels(Backend):
     def _portable(self, model: Any) -> dict[str, Any]:
         parameters = collect(model)
         names = portable(parameters)
-        return {names[name]: each for name, each in parameters.items()}
+        return {names[name]: parameter for name, parameter in parameters.items()}
 
     def settings(self, optimizer: Any) -> dict[str, object]:
         native = optimizer.optimizer if isinstance(optimizer, gluon.Trainer) else optimizer
@@ -266,11 +266,11 @@ class MxnetModels(Backend):
         held = _statistics(model)
         if not held or (self.world.world_size == 1 and self.devices == 1):
             return
-        values = [each.list_data()[0].asnumpy() for each in held]
+        values = [parameter.list_data()[0].asnumpy() for parameter in held]
         data = self.exchange.broadcast(b"".join(value.tobytes() for value in values), 0)
-        for each, value in zip(held, values, strict=True):
+        for parameter, value in zip(held, values, strict=True):
             own, data = data[: value.nbytes], data[value.nbytes :]
-            set_values(each, np.frombuffer(own, value.dtype).reshape(value.shape))
+            set_values(parameter, np.frombuffer(own, value.dtype).reshape(value.shape))
 
     # -- a training step
 
@@ -341,4 +341,8 @@ class MxnetModels(Backend):
 
 
 def _statistics(model: Any) -> list[Any]:
-    return [each for each in collect(model).values() if each.grad_req == "null" and not is_deferred(each)]
+    return [
+        parameter
+        for parameter in collect(model).values()
+        if parameter.grad_req == "null" and not is_deferred(parameter)
+    ]

@@ -137,7 +137,9 @@ def follow(updater: mx.optimizer.Updater, key: int, weight: nd.NDArray) -> None:
         return
     probe = nd.full(1, 0.625, dtype="float16")
     state = leaves(optimizer.create_state_multi_precision(-1, probe))
-    copies = [n for n, each in enumerate(state) if each.dtype == np.float32 and float(each.sum().asscalar()) == 0.625]
+    copies = [
+        n for n, value in enumerate(state) if value.dtype == np.float32 and float(value.sum().asscalar()) == 0.625
+    ]
     for n in copies:
         copy = leaves(updater.states[key])[n]
         exact = (copy.astype("float16") == weight).astype("float32")
@@ -164,7 +166,7 @@ def state_arrays(optimizer: mx.optimizer.Optimizer, weight: nd.NDArray) -> list[
         count = 2 if isinstance(optimizer, FusedAdam) else int(is_sgd(optimizer))
         return [(tuple(weight.shape), weight.dtype)] * count
     made = leaves(optimizer.create_state_multi_precision(-1, weight))
-    return [(tuple(each.shape), each.dtype) for each in made]
+    return [(tuple(array.shape), array.dtype) for array in made]
 
 
 def _kind(optimizer: mx.optimizer.Optimizer) -> str:
@@ -176,4 +178,4 @@ def _kind(optimizer: mx.optimizer.Optimizer) -> str:
 def leaves(state: Any) -> list[nd.NDArray]:
     if isinstance(state, nd.NDArray):
         return [state]
-    return [leaf for each in state for leaf in leaves(each)] if isinstance(state, (list, tuple)) else []
+    return [leaf for value in state for leaf in leaves(value)] if isinstance(state, (list, tuple)) else []

@@ -113,7 +113,7 @@ class FusedSGD(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXNet is not th
         if self.clip_gradient:
             common["clip_gradient"] = self.clip_gradient
         rate = self.learning_rate
-        inside = {self.rates.get(each, rate or 1.0) for each in index} if self.momentum else {1.0}
+        inside = {self.rates.get(place, rate or 1.0) for place in index} if self.momentum else {1.0}
         together = not self.momentum or (rate and len(inside) == 1 and not self.nesterov)
         if self.mean_weight is not None and (not together or self.clip_gradient):
             divide(grad, self.mean_weight)

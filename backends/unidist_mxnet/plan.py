@@ -71,7 +71,9 @@ def _devices(options: MxnetOptions) -> tuple[int, int]:
     """How many GPUs one worker drives, and how many CPU devices, where these are several. A mere number of devices
     means GPUs where there are any, as it will when it starts."""
     named = options.devices if isinstance(options.devices, (list, tuple)) else []
-    on_gpus = sum(each.startswith(("gpu", "cuda")) for each in named) if named else options.device_count * bool(gpus())
+    on_gpus = (
+        sum(device.startswith(("gpu", "cuda")) for device in named) if named else options.device_count * bool(gpus())
+    )
     on_cpu = options.device_count - on_gpus
     return on_gpus, on_cpu if options.device_count > 1 else 0
 

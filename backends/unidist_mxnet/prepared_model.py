@@ -42,12 +42,14 @@ class Trained:
     def __init__(self, carried: Carried) -> None:
         parameters = carried.parameters
         names = {id(each): name for name, each in reversed(parameters.items())}  # a shared one counts once
-        self.parameters = [each for name, each in parameters.items() if names[id(each)] == name]
-        self.trainable = [each for each in self.parameters if each.grad_req != "null"]
-        self.names = [names[id(each)] for each in self.trainable]
+        self.parameters = [parameter for name, parameter in parameters.items() if names[id(parameter)] == name]
+        self.trainable = [parameter for parameter in self.parameters if parameter.grad_req != "null"]
+        self.names = [names[id(parameter)] for parameter in self.trainable]
         renamed = portable(parameters)
         self.saved_names = [renamed[name] for name in self.names]
-        self._requested = [(names[id(each)], each, each.grad_req == "null") for each in self.parameters]
+        self._requested = [
+            (names[id(parameter)], parameter, parameter.grad_req == "null") for parameter in self.parameters
+        ]
         self._store, self._exchange, self._divisor = carried.store, carried.exchange, carried.divisor
         self._heads: dict[Any, nd.NDArray] = {}
         self.sync, self.started, self.disturbed, self.released = True, False, False, False
@@ -59,9 +61,9 @@ class Trained:
         self._sums: Sums | None = None  # of the micro-batches of this group so far
         self.seen = SeenGradients()
         self._averaging = False  # copies are being summed under the keys of the gradients
-        self._places = {id(each): n for n, each in enumerate(self.trainable)}
-        for each in self.parameters:
-            watch(each, self)
+        self._places = {id(parameter): n for n, parameter in enumerate(self.trainable)}
+        for parameter in self.parameters:
+            watch(parameter, self)
 
     # -- the start ---------------------------------------------------------------------------------------------
 
@@ -69,18 +71,22 @@ class Trained:
         """All parameters have their shapes now: make every rank equal to rank 0 and give the store its keys."""
         store = self._store
         if store.rounds_dtypes:
-            for each in self.trainable:
-                if each.dtype not in (np.float32, np.float16, "float32", "float16"):
+            for parameter in self.trainable:
+                if parameter.dtype not in (np.float32, np.float16, "float32", "float16"):
                     raise UsageError(
-                        f"parameter {each.name} is {np.dtype(each.dtype)}, which a distributed KVStore rounds to "
-                        "float32 without a word: call model.cast('float32') first"
+                        f"parameter {parameter.name} is {np.dtype(parameter.dtype)}, which a distributed KVStore "
+                        "rounds to float32 without a word: call model.cast('float32') first"
                     )
-        plain = [each for each in self.parameters if np.dtype(each.dtype) == np.float32] if store.rank_0_leads else []
-        for each in self.parameters:
-            if each not in plain:
-                value = each.list_data()[0].asnumpy()
+        plain = (
+            [parameter for parameter in self.parameters if np.dtype(parameter.dtype) == np.float32]
+            if store.rank_0_leads
+            else []
+        )
+        for parameter in self.parameters:
+            if parameter not in plain:
+                value = parameter.list_data()[0].asnumpy()
                 value = np.frombuffer(self._exchange.broadcast(value.tobytes(), 0), value.dtype).reshape(value.shape)
-                set_values(each, value)
+                set_values(parameter, value)
         rest = [each for each in plain if each.grad_req == "null"]
         self.keys = store.keys(self.names)
         frozen = store.keys([each.name for each in rest])
@@ -95,8 +101,8 @@ class Trained:
         if store.kv is not None and self.parameters:
             self.before_start()
             nd.waitall()  # an operator may queue another that changes a layout
-            first = [in_default_layout(each.list_data()[0]) for each in self.trainable + rest]
-            store.start(self.keys + frozen, first, [each.list_data() for each in self.trainable + rest])
+            first = [in_default_layout(parameter.list_data()[0]) for parameter in self.trainable + rest]
+            store.start(self.keys + frozen, first, [parameter.list_data() for parameter in self.trainable + rest])
             if self.trainable:
                 store.start_sum(self._weight_key, self._carriers.arrays[0] if self._carriers else nd.zeros(1))
         self.clear()
@@ -111,7 +117,7 @@ class Trained:
 
     @property
     def bytes(self) -> int:
-        return sum(each.list_data()[0].size * np.dtype(each.dtype).itemsize for each in self.parameters)
+        return sum(parameter.list_data()[0].size * np.dtype(parameter.dtype).itemsize for parameter in self.parameters)
 
     def before_start(self) -> None:
         """The servers can be told something before the first value reaches them."""
@@ -138,12 +144,14 @@ class Trained:
     def take_arrays(self) -> None:
         """weights[device][n] and gradients[device][n]; asking Gluon in each step would cost more than the update. Those
         of mx.np come as the mx.nd arrays that share their memory, which all operators take."""
-        weights = [[array.as_nd_ndarray() for array in each.list_data()] for each in self.trainable]
-        gradients = [[array.as_nd_ndarray() for array in each._grad] for each in self.trainable]
-        self.weights = [list(each) for each in zip(*weights, strict=True)]
-        self.gradients = [list(each) for each in zip(*gradients, strict=True)]
+        weights = [[array.as_nd_ndarray() for array in parameter.list_data()] for parameter in self.trainable]
+        gradients = [[array.as_nd_ndarray() for array in parameter._grad] for parameter in self.trainable]
+        self.weights = [list(copies) for copies in zip(*weights, strict=True)]
+        self.gradients = [list(copies) for copies in zip(*gradients, strict=True)]
         self._by_key = self.seen.arrays = gradients
-        self._taken = [each._grad for each in self.trainable]  # Gluon makes another list when it makes other arrays
+        self._taken = [
+            parameter._grad for parameter in self.trainable
+        ]  # Gluon makes another list when it makes other arrays
         keys, sent = list(self.keys), list(gradients)
         if self._rider is not None and self._carriers is not None:
             keys[self._rider], sent[self._rider] = self._weight_key, self._carriers.arrays
@@ -171,10 +179,10 @@ class Trained:
                     "a new model and load"
                 )
         if self.started:
-            then = [(each.shape, each.dtype, each.context) for device in self.weights for each in device]
+            then = [(array.shape, array.dtype, array.context) for device in self.weights for array in device]
             nd.waitall()  # the engine orders what is sent under one key by its array, and here come other arrays
             self.take_arrays()
-            if then != [(each.shape, each.dtype, each.context) for device in self.weights for each in device]:
+            if then != [(array.shape, array.dtype, array.context) for device in self.weights for array in device]:
                 raise StateError(
                     "a parameter was given another type or device after prepare(): do that before it, or prepare a "
                     "new model"
@@ -187,8 +195,8 @@ class Trained:
             return
         own = max(self._weight + micro.weight, NOTHING) / self._divisor
         if self._rider is not None:
-            for n, each in enumerate(self._mean_weights):
-                each[:] = 0 if n else own  # devices are summed up, too
+            for n, weight in enumerate(self._mean_weights):
+                weight[:] = 0 if n else own  # devices are summed up, too
         elif not micro.summed:
             # Always the same array: so the engine sends one after the other.
             (mean,) = self._mean_weights

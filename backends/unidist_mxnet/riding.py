@@ -15,9 +15,9 @@ NOTHING = 1e-30  # the weight of no sample: the gradients are 0 then, and may be
 def rider(parameters: Sequence[mx.gluon.Parameter]) -> int | None:
     """Whose gradient takes the weight along: the smallest. None where the weight would be rounded, or where the
     gradients cannot be divided by it on their device, which is done in float32."""
-    if any(np.dtype(each.dtype) != np.float32 for each in parameters):
+    if any(np.dtype(parameter.dtype) != np.float32 for parameter in parameters):
         return None
-    sizes = {n: each.list_data()[0].size for n, each in enumerate(parameters)}
+    sizes = {n: parameter.list_data()[0].size for n, parameter in enumerate(parameters)}
     return min((n for n, size in sizes.items() if size), key=sizes.__getitem__, default=None)
 
 
@@ -28,8 +28,8 @@ class Carriers:
 
     def __init__(self, parameter: mx.gluon.Parameter) -> None:
         own = parameter.list_data()
-        self.arrays = [nd.zeros(each.size + 1, each.context) for each in own]
-        self.numbers = [each[-1:] for each in self.arrays]
+        self.arrays = [nd.zeros(array.size + 1, array.context) for array in own]
+        self.numbers = [array[-1:] for array in self.arrays]
         self._places = [
             array[:-1].reshape(each.shape) for array, each in zip(self.arrays, own, strict=True)
         ]  # these share its memory

@@ -77,7 +77,7 @@ class SeenGradients:
         self._complete, self._before_update = False, {}
 
     def _copied(self, place: int) -> Copies:
-        return [(each, each.copy()) for each in self.arrays[place]]
+        return [(array, array.copy()) for array in self.arrays[place]]
 
     def _keep(self, places: set[int]) -> None:
         self._kept += [each for place in places for each in self._copied(place)]

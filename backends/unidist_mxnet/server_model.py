@@ -66,7 +66,7 @@ class UpdatedByServer(Optimized):
         return {name: {key: getattr(each, name) for key, each in keyed.items()} for name in ("lr_mult", "wd_mult")}
 
     def sending(self, keys: list[int], gradients: list[list[nd.NDArray]]) -> Callable[[], None]:
-        return self._store.pushing(keys, gradients, [list(each) for each in zip(*self.weights, strict=True)])
+        return self._store.pushing(keys, gradients, [list(copies) for copies in zip(*self.weights, strict=True)])
 
     def backward(self, losses: Sequence[nd.NDArray], shares: Sequence[float], micro: MicroBatch) -> None:
         self._weighs = self._weighs or micro.weight > 0
@@ -140,8 +140,8 @@ class UpdatedByServer(Optimized):
         if self._asynchronous or self._store.rank == 0:
             # A command overtakes gradients that are on their way. With the last parameters back, none of ours is; and
             # in dist_sync no update can begin before this worker's next gradient.
-            for each in self.weights[0]:
-                each.wait_to_read()
+            for weight in self.weights[0]:
+                weight.wait_to_read()
             self._store.command("rate", self.keys, rate=rate, update=self._updates)
 
     def pull(self) -> None:
@@ -218,7 +218,7 @@ class UpdatedByServer(Optimized):
         if rank_0:
             counts, rates = ({keyed[name]: each[name] for name in keyed} for each in (saved.counts, saved.rates))
             self._store.command("restore", self.keys, counts=counts, rates=rates)
-        dtypes = {name: each.dtype for name, each in zip(self.saved_names, self.weights[0], strict=True)}
+        dtypes = {name: weight.dtype for name, weight in zip(self.saved_names, self.weights[0], strict=True)}
         for slot in range(self._slots()):
             sent = [nd.array(saved.states[name][slot], dtype=dtypes[name]) for name in keyed]
             self._visit("fill", list(keyed.values()), sent, rank_0, slot=slot)
@@ -232,8 +232,8 @@ class UpdatedByServer(Optimized):
     def _slots(self) -> int:
         """How many arrays the servers keep for a parameter. Each has to pass for the parameter on its way."""
         if self._slots_of_each is None:
-            first = [(tuple(each.shape), each.dtype) for each in self.weights[0]]
-            kept = [state_arrays(self._optimizer, each) for each in self.weights[0]]
+            first = [(tuple(weight.shape), weight.dtype) for weight in self.weights[0]]
+            kept = [state_arrays(self._optimizer, weight) for weight in self.weights[0]]
             if any(state != own for states, own in zip(kept, first, strict=True) for state in states):
                 raise UnsupportedOperation(
                     f"{type(self._optimizer).__name__} keeps arrays that are not like their parameters, and the "

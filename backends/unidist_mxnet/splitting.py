@@ -14,7 +14,7 @@ from unidist.plugin import UsageError, arrays_of, map_leaves
 
 def split(batch: Sequence[Any], contexts: Sequence[mx.Context]) -> Iterator[tuple[float, Sequence[Any]]]:
     """For each device that gets any rows: its share of them, and its part of the batch."""
-    rows = next((len(each) for each in arrays_of(batch) if isinstance(each, nd.NDArray)), None)
+    rows = next((len(array) for array in arrays_of(batch) if isinstance(array, nd.NDArray)), None)
     if rows is None:
         raise UsageError("the batch holds no array that could be split over the devices")
     base, larger = divmod(rows, len(contexts))

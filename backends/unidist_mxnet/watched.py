@@ -85,7 +85,7 @@ def refuse_trainer(trainer: gluon.Trainer) -> None:
 
 def _refused(why: str, trainer: gluon.Trainer, method: Any) -> Any:
     def refuse(*arguments: Any, **named: Any) -> Any:
-        if any(True for each in trainer._params for _ in _owners(each)):
+        if any(True for param in trainer._params for _ in _owners(param)):
             raise StateError(why)
         return method(trainer, *arguments, **named)
 

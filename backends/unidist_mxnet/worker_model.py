@@ -27,13 +27,15 @@ class UpdatedByWorker(Optimized):
         self._optimizers = optimizers
         self._scale = optimizers[0].rescale_grad
         self._indices = list(range(len(self.trainable)))
-        for each in optimizers:
-            each.param_dict = dict(enumerate(self.trainable))  # for their lr_mult and wd_mult
+        for optimizer in optimizers:
+            optimizer.param_dict = dict(enumerate(self.trainable))  # for their lr_mult and wd_mult
         contexts = self.trainable[0].list_ctx()
         shared = optimizers if len(optimizers) == len(contexts) else optimizers * len(contexts)
-        self.updaters = [mx.optimizer.get_updater(each) for each in shared]
-        self._guards = [guard(each) for each in optimizers]
-        self._schedules = [copy.deepcopy(each.lr_scheduler) for each in optimizers]  # as they were at the beginning
+        self.updaters = [mx.optimizer.get_updater(optimizer) for optimizer in shared]
+        self._guards = [guard(optimizer) for optimizer in optimizers]
+        self._schedules = [
+            copy.deepcopy(optimizer.lr_scheduler) for optimizer in optimizers
+        ]  # as they were at the beginning
 
     def apply(self, update: Update) -> float | nd.NDArray:
         self.complete()
@@ -49,13 +51,13 @@ class UpdatedByWorker(Optimized):
         if update.lr is not None:
             set_rate(first, update.lr)
         self._divide_by(mean_weight)
-        for each in self._optimizers:
-            each.rescale_grad = scale
-            if each is not first:
-                set_rate(each, first.lr)
+        for optimizer in self._optimizers:
+            optimizer.rescale_grad = scale
+            if optimizer is not first:
+                set_rate(optimizer, first.lr)
         with contextlib.ExitStack() as stepping:
-            for each in self._guards:
-                stepping.enter_context(each)
+            for watched in self._guards:
+                stepping.enter_context(watched)
             for updater, weights, gradients in zip(self.updaters, self.weights, self.gradients, strict=True):
                 updater(self._indices, gradients, weights)
         return mean_weight
@@ -76,8 +78,8 @@ class UpdatedByWorker(Optimized):
 
     def release(self) -> None:
         super().release()
-        for each in self._guards:
-            each.released = True
+        for watched in self._guards:
+            watched.released = True
 
     def values_changed(self, rank_0: bool) -> None:
         for updater, weights in zip(self.updaters, self.weights if self.started else (), strict=self.started):

@@ -60,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # OneFlow is not there t
         exact = x.to(flow.float64)  # the difference of two large sums would be lost in float32
         total, squares = exact.sum(axes), (exact * exact).sum(axes)
         if x.is_global:  # the whole batch; its sums are parts of sums until somebody asks
-            total, squares = (each.to_global(sbp=flow.sbp.broadcast) for each in (total, squares))
+            total, squares = (tensor.to_global(sbp=flow.sbp.broadcast) for tensor in (total, squares))
             rows = x.numel() / x.shape[1]
             spare = max(rows - 1, 1)
         else:

@@ -55,25 +55,27 @@ class GlobalStep:
         self._placement = backend._placement
         self._twins, self._variables = prepared.faces.twins, prepared.faces.variables
         self._trained = [parameter for chosen in self._gradients.layout for parameter in chosen]
-        for each in self._trained:
+        for parameter in self._trained:
             # A first use, of whatever kind: autograd.grad fails for a parameter that never had one, and what it has
             # done until then is counted twice the next time.
             with flow.enable_grad():
-                self._twins[each].reshape(-1)
+                self._twins[parameter].reshape(-1)
         self._update = prepared.update
         self._updating: dict[str, Any] = {}  # graphs that end with an update, by what they were compiled for
         self._differentiating: dict[str, Any] = {}  # graphs that end with gradients
         self._compile = compile
         self._modules = list(model.modules())
-        if compile and any(isinstance(each, nn.Dropout) for each in self._modules):
+        if compile and any(isinstance(module, nn.Dropout) for module in self._modules):
             self._run_eagerly("dropout in an nn.Graph draws the same numbers whatever the seed, and again when resumed")
         self._agreement = Agreement(backend)
         self._apart = False  # the ranks' arguments make no global batch, so each computes by itself
         self._refuses_single_rows = any(
-            isinstance(hook, SingleRow) for each in self._modules for hook in each._forward_pre_hooks.values()
+            isinstance(hook, SingleRow) for module in self._modules for hook in module._forward_pre_hooks.values()
         )
-        self._with_modes = [each for each in self._modules if _has_modes(each)]
-        self._counters = [each for each in self._modules if getattr(each, "num_batches_tracked", None) is not None]
+        self._with_modes = [module for module in self._modules if _has_modes(module)]
+        self._counters = [
+            module for module in self._modules if getattr(module, "num_batches_tracked", None) is not None
+        ]
 
     def __call__(self, batch: Sequence[Any], micro: MicroBatch, update: Update | None) -> tuple[Tensor, Any]:
         with self._backend.forward(self._model, micro):
@@ -101,11 +103,11 @@ class GlobalStep:
         if not self._agreement.reached(f"{shape} of weight {micro.weight!r}", micro.even):
             self._apart = True
             self._run_eagerly("the ranks' batches differ in their shapes, weights or plain values")
-        elif not all(each.ndim for each in tensors):
+        elif not all(tensor.ndim for tensor in tensors):
             self._apart = True
             self._run_eagerly("a tensor without axes cannot be a part of a global one")
         # A graph calls no hooks, and this one is not to be missed.
-        alone = self._refuses_single_rows and any(each.ndim and each.shape[0] == 1 for each in tensors)
+        alone = self._refuses_single_rows and any(tensor.ndim and tensor.shape[0] == 1 for tensor in tensors)
         return not self._apart and not alone
 
     def _locally(self, batch: Sequence[Any], micro: MicroBatch) -> Tensor:
@@ -142,7 +144,7 @@ class GlobalStep:
         results = self._compiled(self._differentiating, f"{sbp} {shape}", arguments, body)
         if results is None:
             results = body(self._model, self._variables, arguments)
-        loss, *flat = (each.to_local() for each in results)
+        loss, *flat = (result.to_local() for result in results)
         self._gradients.add(flat)
         self._gradients.added(micro, summed)
         self._backend.pace.told(loss)
@@ -158,12 +160,14 @@ class GlobalStep:
         """In global tensors: this rank's share of the loss, and the gradients of `factor * loss` by parameter."""
         loss = self._loss_fn(model, *arguments)
         found = flow.autograd.grad(
-            loss, [self._twins[each] for each in self._trained], variables.factor.to(loss.dtype).reshape(loss.shape)
+            loss,
+            [self._twins[parameter] for parameter in self._trained],
+            variables.factor.to(loss.dtype).reshape(loss.shape),
         )
         gradients = {
             # None or a local tensor where the loss does not depend on it. It is zero in the mirrored view, and so here.
-            own: each if each is not None and each.is_global else self._twins[own].detach() * 0
-            for own, each in zip(self._trained, found, strict=True)
+            own: array if array is not None and array.is_global else self._twins[own].detach() * 0
+            for own, array in zip(self._trained, found, strict=True)
         }
         share = loss.detach().to_global(sbp=flow.sbp.partial_sum) * float(self._backend.world.world_size)
         return share, gradients
@@ -178,14 +182,14 @@ class GlobalStep:
         """The loss, and the gradients as one flat tensor for each buffer."""
         share, gradients = self._differentiate(model, variables, arguments)
         parts = [
-            [gradients[each].to_global(sbp=flow.sbp.partial_sum).reshape(-1) for each in chosen]
+            [gradients[parameter].to_global(sbp=flow.sbp.partial_sum).reshape(-1) for parameter in chosen]
             for chosen in self._gradients.layout
         ]
-        return (share, *(flow.cat(each).to_global(sbp=sbp) for each in parts))
+        return (share, *(flow.cat(part).to_global(sbp=sbp) for part in parts))
 
     def _compiled(self, graphs: dict[str, Any], what: str, arguments: Any, body: Body) -> tuple[Tensor, ...] | None:
         """The results of the graph for `what`; None when there is none."""
-        what += "".join("t" if each.training else "e" for each in self._with_modes)  # it keeps those of its tracing
+        what += "".join("t" if module.training else "e" for module in self._with_modes)  # it keeps those of its tracing
         if not self._compile or (what not in graphs and len(graphs) == GRAPHS):
             return None
         if len(self._backend._prepared) > 1:  # a graph does not wait for what is done to another model's parameters
@@ -260,7 +264,7 @@ def _release_unused(backend: OneFlowBackend) -> None:
     unused = backend.from_numpy(np.array([step() is None for step, _ in _alive], dtype=np.int64))
     everywhere = backend.to_numpy(backend.all_reduce(unused, "min"))
     if everywhere.any():
-        _alive[:] = [each for each, gone in zip(_alive, everywhere, strict=True) if not gone]
+        _alive[:] = [graph for graph, gone in zip(_alive, everywhere, strict=True) if not gone]
         flow._oneflow_internal.eager.Sync()  # what they were still doing
         gc.collect()  # now, on every rank
 
@@ -279,4 +283,4 @@ def _shape_of(value: Any) -> str:
 
 
 def _tensors_of(value: Any) -> tuple[Tensor, ...]:
-    return tuple(each for each in leaves_of(value) if isinstance(each, flow.Tensor))
+    return tuple(leaf for leaf in leaves_of(value) if isinstance(leaf, flow.Tensor))

@@ -36,4 +36,4 @@ def visible_gpus() -> int:
         return 0
     if visible is None:
         return present
-    return min(present, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
+    return min(present, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))

@@ -76,8 +76,8 @@ def _only_the_guard_hears(control: Control) -> Iterator[None]:
         yield
     finally:
         control.on_push, control.on_loss = on_push, on_loss
-        for each in heard:
-            each()
+        for call in heard:
+            call()
 
 
 def main() -> None:

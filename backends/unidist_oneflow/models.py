@@ -71,10 +71,10 @@ class OneFlowBackend(OneFlowTensors):
             raise UsageError("the model went through OneFlow's DistributedDataParallel already: pass it as it was")
         if model in self._prepared:
             raise UsageError("this model is prepared already: use what the first prepare() returned")
-        if any(each.is_global for each in model.state_dict().values()):
+        if any(tensor.is_global for tensor in model.state_dict().values()):
             raise UsageError("the model is made of global tensors already: pass it as it was before to_global()")
         self._check_dtypes(model)
-        if optimizer is not None and not any(each.requires_grad for each in model.parameters()):
+        if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
         if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
             optimizers.check(optimizer, model)
@@ -88,7 +88,7 @@ class OneFlowBackend(OneFlowTensors):
                 module.generator = flow.default_generator  # each has one of its own, which no checkpoint would hold
         model.to(self.device)  # also on the CPU: PReLU's weight is made on cpu:0, whatever the rank
         own = dict(model.named_parameters())
-        named = {name: each for name, each in own.items() if each.requires_grad}
+        named = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
         if isinstance(optimizer, OptimizerSpec):
             optimizer = optimizers.native(optimizer, list(named.values()))
             self._from_spec.add(optimizer)

@@ -81,7 +81,7 @@ def check_interface(peers: Peers | None, on_gpu: bool) -> None:
             os.environ["NCCL_SOCKET_IFNAME"] = carrier
         return
     named = tuple(name for name in asked.lstrip("^=").split(",") if name)
-    left = [each for each in known if each.startswith(named) != asked.startswith("^")]
+    left = [name for name in known if name.startswith(named) != asked.startswith("^")]
     if not left or (carrier and carrier not in left):
         wanted = f"{carrier}, which leads to the other nodes" if carrier else f"one of {', '.join(known)}"
         raise WorldError(

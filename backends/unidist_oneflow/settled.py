@@ -26,8 +26,10 @@ class Settled:
     def __init__(self, shown: Mapping[str, Tensor], own: Mapping[str, Tensor], gradients: FlatGradients | None) -> None:
         self._gradients = gradients
         self._entries = [
-            Parameter(name, each, own[name], each.requires_grad, None if gradients is None else own[name].grad)
-            for name, each in shown.items()
+            Parameter(
+                name, parameter, own[name], parameter.requires_grad, None if gradients is None else own[name].grad
+            )
+            for name, parameter in shown.items()
         ]
         self._changed = False  # perhaps
         self._numbers = {id(entry.own): number for number, entry in enumerate(self._entries)}

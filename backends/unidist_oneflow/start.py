@@ -80,7 +80,7 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
         )
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, handler)  # OneFlow put its own beneath Python's: no KeyboardInterrupt came
-    [own_exit] = [each for each in registered if getattr(each, "__module__", None) == "oneflow"]
+    [own_exit] = [function for function in registered if getattr(function, "__module__", None) == "oneflow"]
     return own_exit
 
 

@@ -59,7 +59,7 @@ class GraphUpdate:
         """As things are now. A subclass, or a `step` that was replaced, may do something else."""
         known = type(self._optimizer) in (flow.optim.SGD, flow.optim.Adam, flow.optim.AdamW)
         groups = [group.options for group in self._optimizer.param_groups]
-        odd = any(each.get("amsgrad") or each.get("fused") for each in groups)
+        odd = any(group.get("amsgrad") or group.get("fused") for group in groups)
         return known and not odd and self._optimizer.step == self._step
 
     @property

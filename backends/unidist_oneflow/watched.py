@@ -29,7 +29,7 @@ _owners: dict[int, weakref.ref[Owner]] = {}  # by identity of the tensor, which 
 
 def watch(tensors: Iterable[Tensor], owner: Owner) -> None:
     _install()
-    own = {id(each): weakref.ref(owner) for each in tensors}
+    own = {id(tensor): weakref.ref(owner) for tensor in tensors}
     _owners.update(own)
     weakref.finalize(owner, _forget, own)
 

@@ -47,7 +47,7 @@ def local_step(model: nn.Module, x: flow.Tensor, y: flow.Tensor, lr: float) -> N
 
 def native_backward(model: nn.Module, x: flow.Tensor, y: flow.Tensor) -> None:
     if next(model.parameters()).is_global:
-        x, y = (each.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)) for each in (x, y))
+        x, y = (array.to_global(placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0)) for array in (x, y))
     cross_entropy(model, x, y).backward()
 
 

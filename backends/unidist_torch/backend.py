@@ -145,7 +145,9 @@ class TorchBackend(TorchModels):
                 "without an exchange. Leave it out"
             )
         model, optimizer = self.ready(model, optimizer, features)
-        self._frozen[model] = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+        self._frozen[model] = {
+            name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
         if optimizer is None or not any(parameter.requires_grad for parameter in model.parameters()):
             # There is nothing to exchange, and DDP refuses a model without gradients.
             self.load_state(model, {k: self.to_numpy(self.broadcast(v, 0)) for k, v in self.state(model).items()})

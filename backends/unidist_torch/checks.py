@@ -37,7 +37,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
             f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or a torch.optim one"
         )
     arguments = inspect.signature(optimizer.step).parameters.values()
-    if any(each.name == "closure" and each.default is each.empty for each in arguments):
+    if any(argument.name == "closure" and argument.default is argument.empty for argument in arguments):
         raise UsageError(
             f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a step here "
             "computes it once: pass an optimizer whose step() needs none, such as SGD or AdamW"

@@ -27,7 +27,7 @@ def register(model: DistributedDataParallel, compression: Compression, weights: 
         hook = default_hooks.fp16_compress_hook if compression == "fp16" else bfloat16
 
     def spare_weights(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not any(each is weights for each in bucket.parameters()):
+        if not any(parameter is weights for parameter in bucket.parameters()):
             return hook(state, bucket)
         if isinstance(state, powerSGD_hook.PowerSGDState):
             state.maybe_increase_iter(bucket)  # it counts updates at the last bucket, which may be this one

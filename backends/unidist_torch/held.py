@@ -25,7 +25,7 @@ class Held:
     def check(self) -> None:
         """Before a backward: what there is comes from this group."""
         if not self.in_group:
-            if any(each.grad is not None for each in self._parameters):
+            if any(parameter.grad is not None for parameter in self._parameters):
                 raise StateError(
                     "the model holds gradients that no step has computed, as of a loss.backward() left in the loop: "
                     "leave it out, or call model.zero_grad() after it"
@@ -46,7 +46,7 @@ class Held:
         """A group in which nothing weighs anything has no gradient, and its mean weight is 0."""
         if isinstance(mean_weight, float) and mean_weight in (0.0, 1.0):
             return
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / (mean_weight + (mean_weight == 0)))
 
     def averaged(self) -> None:
@@ -59,7 +59,8 @@ class Held:
         clipping of the loop's own."""
         self._changed = self._changed or (self.in_group and not self.unwatched and self._touched())
         if self._changed and any(
-            then is not None and each.grad is None for each, then in zip(self._parameters, self._seen, strict=True)
+            then is not None and parameter.grad is None
+            for parameter, then in zip(self._parameters, self._seen, strict=True)
         ):
             raise StateError(
                 "the gradients were cleared between backward and step, as by zero_grad(), so there is nothing to "
@@ -70,14 +71,14 @@ class Held:
     def clear(self) -> None:
         self.in_group, self._changed = False, False
         self._seen, self._versions = [], []
-        for each in self._parameters:
-            each.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _look(self) -> None:
-        self._seen = [each.grad for each in self._parameters]
-        self._versions = [None if each is None else each._version for each in self._seen]
+        self._seen = [parameter.grad for parameter in self._parameters]
+        self._versions = [None if gradient is None else gradient._version for gradient in self._seen]
 
     def _touched(self) -> bool:
-        now = [each.grad for each in self._parameters]
-        versions = [None if each is None else each._version for each in now]
+        now = [parameter.grad for parameter in self._parameters]
+        versions = [None if gradient is None else gradient._version for gradient in now]
         return versions != self._versions or not all(map(is_, now, self._seen))

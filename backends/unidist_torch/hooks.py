@@ -27,7 +27,7 @@ class InputHook:
 def adding_nothing(model: Any) -> Iterator[None]:
     """A loss that weighs nothing may be not a number, as the mean over no token is, and 0 times that is not 0. Whoever
     waits for gradients gets them all the same."""
-    hooks = [each.register_hook(torch.zeros_like) for each in model.parameters() if each.requires_grad]
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in model.parameters() if parameter.requires_grad]
     try:
         yield
     finally:

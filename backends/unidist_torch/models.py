@@ -124,8 +124,8 @@ class TorchModels(Backend):
     def state(self, model: Any) -> Mapping[str, torch.Tensor]:
         check_model(model)
         state: dict[str, torch.Tensor] = self.unwrap(model).state_dict()
-        for name, each in state.items():
-            if not isinstance(each, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":
                 raise UnsupportedOperation(
                     f"the module's {name} is no parameter or buffer, and ranks share, and checkpoints hold, nothing "
                     "else: keep it in a buffer (register_buffer) in place of get_extra_state, or among your own values"
@@ -142,7 +142,7 @@ class TorchModels(Backend):
                 )
 
     def parameters(self, model: Any) -> Mapping[str, torch.Tensor]:
-        return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+        return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def load_state(self, model: Any, arrays: Mapping[str, np.ndarray]) -> None:
         state = self.state(model)
@@ -193,11 +193,11 @@ class TorchModels(Backend):
             self._buffers[model] = [weakref.ref(module) for module in owners]
         owners = [module for each in self._buffers[model] if (module := each()) is not None]
         held = {id(each): each for module in owners for each in module._buffers.values() if each is not None}
-        buffers = [each for each in held.values() if each.numel()]  # the model may have assigned new ones
+        buffers = [tensor for tensor in held.values() if tensor.numel()]  # the model may have assigned new ones
         for dtype in dict.fromkeys(each.dtype for each in buffers):
             alike = [each for each in buffers if each.dtype == dtype]
-            flat = self.broadcast(torch.cat([each.reshape(-1) for each in alike]), 0)
-            for buffer, part in zip(alike, flat.split([each.numel() for each in alike]), strict=True):
+            flat = self.broadcast(torch.cat([tensor.reshape(-1) for tensor in alike]), 0)
+            for buffer, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
     def clear_gradients(self, model: Any) -> None:

@@ -29,14 +29,14 @@ class Reducer:
         )
         if features.compression is not None:
             compression.register(self._ddp, features.compression, self._carrier.weights)
-        self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._all_used = not (options.find_unused_parameters or options.static_graph)
 
     def backward(self, loss: torch.Tensor, micro: MicroBatch) -> None:
         """`loss` is weighted already. The weights add up in the gradient of a parameter that nothing else uses, and
         travel in a bucket with the others: an all-reduce of their own would cost a tenth of a small step."""
         must_use = self._trained if micro.sync and self._all_used else {}
-        before = [each.grad for each in must_use.values()]
+        before = [variable.grad for variable in must_use.values()]
         with nullcontext() if micro.sync else self._ddp.no_sync():
             self._ddp(loss + self._carrier.weights[0] * micro.weight).backward()
         for (name, parameter), then in zip(must_use.items(), before, strict=True):
@@ -72,7 +72,7 @@ class _Carrier(nn.Module):  # type: ignore[misc]  # torch is not there to be che
         trained = [each.dtype for each in model.parameters() if each.requires_grad]
         # A bucket holds one dtype: that of others where it is exact, and none of theirs where they are compressed.
         exact = [torch.float64, torch.float32]
-        fitting = [each for each in exact if (each in trained) is not compressed] or exact
+        fitting = [bucket for bucket in exact if (bucket in trained) is not compressed] or exact
         for name, parameter in model.named_parameters():
             self.register_parameter(f"model/{name.replace('.', '/')}", parameter)  # no name of ours can be like it
         # DDP fills its buckets in the reverse order, and the gradient of this one is ready first.

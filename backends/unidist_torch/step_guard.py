@@ -63,7 +63,7 @@ class StepGuard:
     def _refuse_related(self, optimizer: Any) -> None:
         if self._stepping is not None or optimizer in self._unrelated:  # ours may step another one inside
             return
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if any(id(each) in held for model in self._equal for each in model.parameters()):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in held for model in self._equal for parameter in model.parameters()):
             raise StateError(STEPPED)
         self._unrelated.add(optimizer)

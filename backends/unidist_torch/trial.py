@@ -56,9 +56,9 @@ def kept(optimizer: Any, parameter: Any, own: Mapping[str, Any], new: Mapping[st
         found = _after_a_step(optimizer, parameter, {**own, **new}, device)
         if isinstance(found, dict):
             return {
-                key: Like(tuple(each.shape), each.dtype, parameter.device if each.device == META else each.device)
-                for key, each in found.items()
-                if isinstance(each, torch.Tensor)
+                key: Like(tuple(array.shape), array.dtype, parameter.device if array.device == META else array.device)
+                for key, array in found.items()
+                if isinstance(array, torch.Tensor)
             }
         if isinstance(_after_a_step(optimizer, parameter, own, device), dict):
             raise CheckpointError(f"the optimizer could not go on with its settings: {found}") from found

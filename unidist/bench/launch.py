@@ -41,7 +41,7 @@ def main(plugin: Plugin, nproc: int, rounds: int, options: Sequence[str]) -> Non
     python, variables = interpreter_for(plugin.name)
     env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m", "unidist", "run", "--standalone", f"--backend={plugin.name}", f"--nproc={nproc}"]
-    run += [f"--option={each}" for each in options]
+    run += [f"--option={option}" for option in options]
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "first.py"
         script.write_text(module.FIRST_COLLECTIVE)
@@ -92,24 +92,24 @@ def _until_first(name: str, starts: Sequence[Start], env: dict[str, str], folder
         for (command, own), output in zip(starts, outputs, strict=True):
             with output.open("w") as stream:
                 started.append(subprocess.Popen(command, env={**env, **own}, stdout=stream, stderr=subprocess.STDOUT))
-        while any(each.poll() is None for each in started) and not any(each.poll() for each in started):
+        while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
             if time.time() > begin + TIMEOUT:
                 break
             time.sleep(0.05)
     finally:
-        failed = any(each.poll() for each in started)  # by itself: the others are ended now
-        unfinished = [each for each in started if each.poll() is None]
-        for each in unfinished:
-            each.terminate()  # `unidist run` and the like end what they have started
-        for each in unfinished:
+        failed = any(process.poll() for process in started)  # by itself: the others are ended now
+        unfinished = [process for process in started if process.poll() is None]
+        for process in unfinished:
+            process.terminate()  # `unidist run` and the like end what they have started
+        for process in unfinished:
             try:
-                each.wait(10)
+                process.wait(10)
             except subprocess.TimeoutExpired:
-                each.kill()
-                each.wait()
+                process.kill()
+                process.wait()
     said = "".join(output.read_text(errors="replace") for output in outputs)
     found = re.search(r"FIRST (\S+)", said)
-    if found is None or unfinished or any(each.returncode for each in started):
+    if found is None or unfinished or any(process.returncode for process in started):
         why = "failed" if failed or not unfinished else f"did not end within {TIMEOUT:g} s"
         raise LaunchError(f"{name} {why}; its processes said:\n{said}")
     return float(found.group(1)) - begin

@@ -65,10 +65,10 @@ class Agreement:
             "sha256": np.frombuffer(bytes.fromhex(digest).ljust(32, b"\0"), np.uint8),
         }
         everyones = self._collectives.all_gather(status)
-        if any(each["length"] for each in everyones):
-            kind = next(KINDS[each["kind"]] for each in everyones if each["length"])
+        if any(answer["length"] for answer in everyones):
+            kind = next(KINDS[answer["kind"]] for answer in everyones if answer["length"])
             raise kind(self._account(self._told(said))) from error
-        return done[0], all((each["sha256"] == everyones[0]["sha256"]).all() for each in everyones)
+        return done[0], all((answer["sha256"] == everyones[0]["sha256"]).all() for answer in everyones)
 
     def _told(self, said: bytes) -> list[str]:
         lengths = self._collectives.all_gather(len(said))
@@ -79,9 +79,9 @@ class Agreement:
     def _account(self, told: list[str]) -> str:
         """Who says what, each reason once."""
         ranks: dict[str, list[str]] = {}
-        for rank, each in enumerate(told):
-            if each:
-                host, _, reason = each.partition("\n")
+        for rank, answer in enumerate(told):
+            if answer:
+                host, _, reason = answer.partition("\n")
                 ranks.setdefault(reason, []).append(f"{rank} (host {host})")
         lines = []
         for reason, who in ranks.items():

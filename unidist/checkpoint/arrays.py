@@ -134,8 +134,8 @@ def _described(name: str, entry: object) -> tuple[int, int, str, tuple[int, ...]
         raise expect.refuse(f"the shape of {name!r}", shape, "a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2:
         raise expect.refuse(f"the place of {name!r}", offsets, "where it begins and ends")
-    begin, stop = (expect.whole(f"the place of {name!r}", each) for each in offsets)
-    sizes = tuple(expect.whole(f"the shape of {name!r}", each) for each in shape)
+    begin, stop = (expect.whole(f"the place of {name!r}", offset) for offset in offsets)
+    sizes = tuple(expect.whole(f"the shape of {name!r}", length) for length in shape)
     return begin, stop, expect.text(f"the dtype of {name!r}", said.get("dtype")), sizes
 
 

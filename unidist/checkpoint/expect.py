@@ -98,7 +98,7 @@ def optimizer(values: object, kind: str, groups: int) -> list[dict[str, Any]]:
         raise refuse("the optimizer's groups", found, "a list")
     if len(found) != groups:
         raise CheckpointError(f"its optimizer has {len(found)} parameter groups, here it has {groups}")
-    return [mapping(f"the optimizer's group {n}", each) for n, each in enumerate(found)]
+    return [mapping(f"the optimizer's group {n}", group) for n, group in enumerate(found)]
 
 
 def slots(

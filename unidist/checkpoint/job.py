@@ -53,8 +53,8 @@ class Parts:
     def __str__(self) -> str:
         """In words that are the same where the parts are."""
         named = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
-        words = [f"{name} ({type(each).__name__})" for name, each in named.items() if each is not None]
-        numbers = [str(each.number) for each in ([self.schedule] if self.schedule else self.schedules)]
+        words = [f"{name} ({type(parameter).__name__})" for name, parameter in named.items() if parameter is not None]
+        numbers = [str(schedule.number) for schedule in ([self.schedule] if self.schedule else self.schedules)]
         return " and ".join(words or ["nothing"]) + (f" of prepare() number {', '.join(numbers)}" if numbers else "")
 
 

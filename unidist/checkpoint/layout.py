@@ -107,6 +107,6 @@ def digest(body: Mapping[str, Any]) -> str:
 
 def numbered(folder: Path) -> list[Path]:
     try:
-        return [each for each in folder.iterdir() if NUMBERED.fullmatch(each.name) and each.is_dir()]
+        return [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -137,7 +137,7 @@ def _not_whole(directory: Path, error: FileNotFoundError) -> str:
 def _nothing_at(place: Path) -> str:
     if not place.exists():
         return f"there is no checkpoint at {place}"
-    held = sorted(each.name for each in place.iterdir())
+    held = sorted(path.name for path in place.iterdir())
     if any(OURS.fullmatch(name) for name in held):
         return f"{place} is not whole: its first save was interrupted, or {INDEX} was removed"
     return f"{place} is not a unidist checkpoint: it has no {INDEX}. It holds {', '.join(held[:5]) or 'nothing'}"

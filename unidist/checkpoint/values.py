@@ -31,7 +31,7 @@ def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if type(value) in (list, tuple):
-        parts = [encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]
+        parts = [encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
         return {"$tuple": parts} if type(value) is tuple else parts
     if isinstance(value, Mapping):
         items = [(encode(key, f"{path} key {key!r}", depth + 1), value[key]) for key in value]
@@ -53,17 +53,17 @@ def decode(value: Any, depth: int = 0) -> Any:
     if depth > DEEPEST + 1:
         raise ValueError(f"values are nested more than {DEEPEST} deep")
     if isinstance(value, list):
-        return [decode(each, depth + 1) for each in value]
+        return [decode(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     marks = [key for key in value if key.startswith("$")]
     if not marks:
-        return {key: decode(each, depth + 1) for key, each in value.items()}
+        return {key: decode(item, depth + 1) for key, item in value.items()}
     match value:
         case {"$float": "nan" | "inf" | "-inf" as text} if len(value) == 1:
             return float(text)
         case {"$tuple": [*parts]} if len(value) == 1:
-            return tuple(decode(each, depth + 1) for each in parts)
+            return tuple(decode(part, depth + 1) for part in parts)
         case {"$items": [*pairs]} if len(value) == 1 and all(map(_is_item, pairs)):
             return {key: decode(each, depth + 1) for key, each in pairs}
     raise ValueError(f"unknown form {marks[0][:80]!r}")

@@ -172,10 +172,10 @@ def _index_if_whole(directory: Path) -> dict[str, Any] | None:
 def _make(directory: Path) -> None:
     """Like mkdir -p, with every new name synced."""
     missing = [directory, *directory.parents]
-    missing = missing[: next(i for i, each in enumerate(missing) if each.exists())]
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        _sync(each.parent)
+    missing = missing[: next(i for i, folder in enumerate(missing) if folder.exists())]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "there is a file of that name", str(directory))
 

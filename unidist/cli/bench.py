@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if plugin.bench is None:
         raise UsageError(f"backend {args.backend!r} brings no hand-written loops to compare with")
-    options = [f"--option={each}" for each in args.option]
+    options = [f"--option={option}" for option in args.option]
     program = ["-m", f"unidist.bench.{args.benchmark}", f"--rounds={args.rounds}", f"--steps={args.steps}"]
     from unidist.cli import main
 

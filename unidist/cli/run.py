@@ -95,13 +95,13 @@ def _add_backend_options(parser: argparse.ArgumentParser) -> None:
     """Users of an engine know its words: each backend's options are flags too, where the name is not taken."""
     for backend in registry.names():
         with contextlib.suppress(Exception):  # one that cannot be loaded says why when it is asked for
-            for each in fields(registry.plugin(backend).options):
-                spellings = _spellings(each.name.replace("_", "-"))
+            for field in fields(registry.plugin(backend).options):
+                spellings = _spellings(field.name.replace("_", "-"))
                 if not any(spelling in parser._option_string_actions for spelling in spellings):
                     parser.add_argument(
                         *spellings,
                         action=_BackendOption,
-                        dest=each.name,
+                        dest=field.name,
                         default=argparse.SUPPRESS,
                         help=argparse.SUPPRESS,
                     )
@@ -109,7 +109,7 @@ def _add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     plugin, why = environments.choose(args.backend)
-    if args.node_rank is not None and any(each.name == "node_rank" for each in fields(plugin.options)):
+    if args.node_rank is not None and any(field.name == "node_rank" for field in fields(plugin.options)):
         args.option, args.node_rank = [*args.option, f"node_rank={args.node_rank}"], None  # the backend's own word, too
     _check_torchrun(args)
     options = parse_options(plugin, args.option)
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     )
     # What cannot be planned is refused before anything is said.
     processes = plan(replace(job, ports=(0,) * Job.ports_needed(nproc, args.servers)), plugin)
-    if not args.standalone and all(each.env["UNIDIST_NUM_NODES"] == "1" for each in processes):
+    if not args.standalone and all(process.env["UNIDIST_NUM_NODES"] == "1" for process in processes):
         named = f"-m {script}" if args.module else script
         outer.refuse_several(os.environ, named, "add --standalone to train on this machine alone")
     if args.dry_run:

@@ -116,7 +116,7 @@ def _install() -> None:
             return
         if sys.gettrace() is _trace_no_other:
             sys.settrace(None)
-        needed = [each for each in _offered if each.needed(_uncaught())]
+        needed = [shortcut for shortcut in _offered if shortcut.needed(_uncaught())]
         join()
         if needed:
             _end(needed)
@@ -128,7 +128,7 @@ def _install() -> None:
 
 def _end(shortcuts: list[Shortcut]) -> None:
     ends_with = code()
-    for function in (each for one in shortcuts for each in one.skipped):
+    for function in (handler for one in shortcuts for handler in one.skipped):
         atexit.unregister(function)
     atexit._run_exitfuncs()
     for one in shortcuts:

@@ -81,8 +81,8 @@ _hosts: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    for each in _hosts:
-        each.forget()
+    for host in _hosts:
+        host.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -47,7 +47,9 @@ def main() -> None:
 
     def widen() -> None:
         if not server.met:
-            server.listen_too([each for each in network.addresses().values() if not network.is_loopback(each)], port)
+            server.listen_too(
+                [address for address in network.addresses().values() if not network.is_loopback(address)], port
+            )
 
     server.watch(line, told)
     if settings["widen"]:

@@ -188,15 +188,15 @@ class Meeting:
         place: dict[str, Any] = {}
         if world.role == "worker" and not world.placed:
             # Else its launcher has numbered them, and may have bound devices by those numbers.
-            place = place_among([each["node"] for each in told], number)
+            place = place_among([answer["node"] for answer in told], number)
         if world.local_rank >= 0 and os.environ.get("LOCAL_RANK"):
             place.pop("local_rank", None)
         peers = Peers(
             control=control,
             rank=number,
             size=world.world_size,
-            hosts=tuple(each["host"] for each in told),
-            addresses=tuple(addresses[each["node"]] for each in told),
+            hosts=tuple(answer["host"] for answer in told),
+            addresses=tuple(addresses[answer["node"]] for answer in told),
             address=addresses[own],
             interface=network.interface_of(addresses[own]),
             scope=scope,

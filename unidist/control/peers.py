@@ -53,13 +53,13 @@ def place_among(nodes: list[str], rank: int) -> dict[str, Any]:
 
 def node_addresses(told: list[dict[str, Any]]) -> dict[str, str]:
     """Where each node can be reached, from the connections that were really made."""
-    nodes = list(dict.fromkeys(each["node"] for each in told))
+    nodes = list(dict.fromkeys(answer["node"] for answer in told))
     if len(nodes) == 1:
         return {nodes[0]: "127.0.0.1"}
     found: dict[str, str] = {}
-    for each in told:
-        if not network.is_loopback(each["seen"]):
-            found.setdefault(each["node"], each["seen"])
+    for answer in told:
+        if not network.is_loopback(answer["seen"]):
+            found.setdefault(answer["node"], answer["seen"])
     # The server's own node may only have been seen on loopback; the others know where they reached it.
-    reached = next((each["reached"] for each in told if not network.is_loopback(each["reached"])), "127.0.0.1")
+    reached = next((answer["reached"] for answer in told if not network.is_loopback(answer["reached"])), "127.0.0.1")
     return {node: found.get(node, reached) for node in nodes}

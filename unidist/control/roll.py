@@ -95,7 +95,7 @@ class Roll:
 
     def enter(self, connection: int, group: str, role: str, rank: int, host: str, lineage: Lineage = UNKNOWN) -> None:
         """All ranks have met, and this is one of them. Who was there before belongs to an earlier Strategy."""
-        gone = [number for number, each in self._members.items() if each.state != "open"]
+        gone = [number for number, member in self._members.items() if member.state != "open"]
         for number in gone:
             del self._members[number]
         if gone and not self._members and self.first is None:
@@ -188,10 +188,10 @@ class Roll:
             ours = [each for each in self._members.values() if each.group == member.group]
             if member.fatal:
                 self._settle(member, final=True)
-            elif self.first is None and not any(each.connected for each in ours if each.role == "worker"):
-                for each in ours:
-                    if each.state == "open":
-                        each.state = "left"  # a service, which has nobody to serve any more
+            elif self.first is None and not any(one.connected for one in ours if one.role == "worker"):
+                for one in ours:
+                    if one.state == "open":
+                        one.state = "left"  # a service, which has nobody to serve any more
                 self._over()
         self._let_go()
 
@@ -199,14 +199,14 @@ class Roll:
         """The end of another connection may be waiting to be read, beside the question."""
 
         def tell() -> None:  # nobody may have been left to announce it to: all have lost that one already
-            ended = (each.cause for each in self._ordered() if each.member.state in ("failed", "lost"))
+            ended = (report.cause for report in self._ordered() if report.member.state in ("failed", "lost"))
             answer(self.first or next(ended, None))
 
         self._later(0.0 if self.first else SETTLING, tell)
 
     def reports(self) -> list[Cause]:
         """Causes that were told, the likeliest first."""
-        return [each.cause._replace(ending=each.is_ending) for each in self._ordered()]
+        return [report.cause._replace(ending=report.is_ending) for report in self._ordered()]
 
     # -- the verdict -------------------------------------------------------------------------------------------
 
@@ -219,14 +219,14 @@ class Roll:
         # sorted() keeps the order of arrival. A process that is gone without a word did not go because of another's
         # error, though it may be missed a moment later than that was told. Where a process fails of something new after
         # an error that it caught, nobody's caught error is the cause.
-        new = any(each.new for each in self._reports)
+        new = any(report.new for report in self._reports)
         return sorted(self._reports, key=lambda each: (each.echo, new and each.was_caught, not each.cause.lost))
 
     def _settle(self, member: _Member, final: bool = False) -> None:
         """`final`: it is certain that this one will not go on, and the others cannot without it."""
         left_alone = any(each.state == "open" and each.group == member.group for each in self._members.values())
         if self.first is None and final and left_alone:
-            ordered = [each for each in self._ordered() if each.member.group == member.group]
+            ordered = [report for report in self._ordered() if report.member.group == member.group]
             if ordered:
                 self.first = ordered[0].cause
                 self._announce(self.first)
@@ -243,14 +243,16 @@ class Roll:
 
     def _let_go(self) -> None:
         """Answer those who wait at their end, when all of their group do."""
-        workers = [each for each in self._members.values() if each.role == "worker"]
+        workers = [member for member in self._members.values() if member.role == "worker"]
         alive = {"open", "gave up", "exits"}
-        busy = {each.group for each in workers if each.connected and each.state in alive and each.let_go is None}
-        gave_up = {each.group for each in workers if each.state == "gave up"}
-        for each in workers:
-            if each.let_go is not None and (self.first is not None or each.group not in busy):
-                answer, each.let_go = each.let_go, None
-                answer("failed" if self.first is not None else "gave up" if each.group in gave_up else "exits")
+        busy = {
+            worker.group for worker in workers if worker.connected and worker.state in alive and worker.let_go is None
+        }
+        gave_up = {worker.group for worker in workers if worker.state == "gave up"}
+        for worker in workers:
+            if worker.let_go is not None and (self.first is not None or worker.group not in busy):
+                answer, worker.let_go = worker.let_go, None
+                answer("failed" if self.first is not None else "gave up" if worker.group in gave_up else "exits")
 
     def _look_for_deserters(self) -> None:
         """Somebody has begun what one that left will never join; or stays in what that one has broken off; or has begun
@@ -282,9 +284,9 @@ class Roll:
         Strategy. Who closes it after fewer has others do something else in its place. (Steps may be queued, so that
         such a one may be closing its Strategy, too, by now.)"""
         found: dict[str, tuple[int, bool]] = {}
-        for each in self._members.values():
-            if each.state == "open" and each.role == "worker":
-                found[each.group] = max((each.together, not each.leaving), found.get(each.group, (0, False)))
+        for member in self._members.values():
+            if member.state == "open" and member.role == "worker":
+                found[member.group] = max((member.together, not member.leaving), found.get(member.group, (0, False)))
         return found
 
     def _look_again(self, member: _Member) -> None:

@@ -25,7 +25,7 @@ class Timers:
                 slot[0] = None
                 self._cancelled += 1
                 if self._cancelled > 100 + len(self._heap) // 2:
-                    self._heap = [each for each in self._heap if each[2][0] is not None]
+                    self._heap = [timer for timer in self._heap if timer[2][0] is not None]
                     heapq.heapify(self._heap)
                     self._cancelled = 0
 

@@ -221,15 +221,15 @@ class Gatherings:
     def _complete(self, key: str, gathering: _Gathering) -> None:
         del self._open[key]
         everyone = [gathering.came[rank] for rank in range(gathering.size)]
-        differ = _differences({rank: each[1] for rank, each in enumerate(everyone)})
+        differ = _differences({rank: answer[1] for rank, answer in enumerate(everyone)})
         if differ:
-            who = {rank: each[2] for rank, each in enumerate(everyone)}
+            who = {rank: answer[2] for rank, answer in enumerate(everyone)}
             gathering.answer = {"error": "differ", "differ": differ, "who": who}, b""
         else:
             # Ranks of one host often say the same: with a thousand of them that is worth a table.
             unique = list(dict.fromkeys(value for value, _, _ in everyone))
             number = {value: n for n, value in enumerate(unique)}
-            table = {"sizes": [len(each) for each in unique], "of": [number[value] for value, _, _ in everyone]}
+            table = {"sizes": [len(value) for value in unique], "of": [number[value] for value, _, _ in everyone]}
             gathering.answer = table, b"".join(unique)
         self._tell(gathering)
 

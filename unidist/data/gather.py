@@ -27,12 +27,12 @@ def in_order(
                 "gather wants one row for each sample; for other values use all_gather or mean."
             )
     mine = np.concatenate(values)
-    indices = [epoch.indices(each, first, stop) for each in range(workers)]
+    indices = [epoch.indices(number, first, stop) for number in range(workers)]
     longest = max(map(len, indices))
     padded = np.zeros((longest, *mine.shape[1:]), mine.dtype)
     padded[: len(mine)] = mine
     gathered = [rows[: len(own)] for rows, own in zip(all_gather(padded), indices, strict=True)]
-    real = np.concatenate([epoch.real(each, first, stop) for each in range(workers)])
+    real = np.concatenate([epoch.real(number, first, stop) for number in range(workers)])
     samples = np.concatenate(indices)[real]
     ordered: Array = np.concatenate(gathered)[real][np.argsort(samples, kind="stable")]
     return ordered
@@ -40,16 +40,16 @@ def in_order(
 
 def pass_of(values: list[Array], several: bool, passes: Iterable[Pass | None], rank: int) -> Pass:
     """The pass that these results, one for each of its batches, or one for the latest, belong to."""
-    made = [each for each in passes if each is not None and each.steps]
-    made = [each for each in made if not each.trained] or made
+    made = [pass_ for pass_ in passes if pass_ is not None and pass_.steps]
+    made = [pass_ for pass_ in made if not pass_.trained] or made
     if not made:
         raise StateError(
             "gather() belongs to a pass over a loader, and there was none: for other values use all_gather"
         )
-    ordered = [each for each in made if each.plan is not None]
+    ordered = [pass_ for pass_ in made if pass_.plan is not None]
     if not ordered:
         raise UnsupportedOperation("gather() needs an order of samples, and a stream has none: use all_gather")
-    if not several and any(len(each.held()) > 1 for each in ordered):
+    if not several and any(len(pass_.held()) > 1 for pass_ in ordered):
         raise UsageError(
             "gather: several batches of this pass are held, so the one that this result belongs to cannot be seen: "
             "gather the list of the results of all batches"
@@ -60,8 +60,8 @@ def pass_of(values: list[Array], several: bool, passes: Iterable[Pass | None], r
                 f"gather: the loader's last pass handed out {ordered[0].steps} batches, here are {len(values)} results"
             )
         return ordered[0]
-    fitting = [each for each in ordered if _fits(values, several, each, rank)]
-    if len({each.plan.key for each in fitting if each.plan}) != 1:
+    fitting = [pass_ for pass_ in ordered if _fits(values, several, pass_, rank)]
+    if len({pass_.plan.key for pass_ in fitting if pass_.plan}) != 1:
         raise UsageError(
             f"{len(ordered)} loaders were read, and these results fit {'several' if fitting else 'none'} of them: say "
             "whose they are, gather(values, loader)"
@@ -114,8 +114,8 @@ def by_samples(values: list[Array], made: Pass | None, rank: int) -> list[tuple[
 
 def refuse_results(values: list[Array], passes: Iterable[Pass]) -> None:
     """These are to count equally, and nobody can see whether they are results of batches that hold unequally much."""
-    for each in passes:
-        if each.steps == len(values) and not each.shares and not each.alike:
+    for pass_ in passes:
+        if pass_.steps == len(values) and not pass_.shares and not pass_.alike:
             raise UsageError(
                 f"mean: here are {len(values)} numbers, and a loader has handed out as many batches, not all of the "
                 "same size. If these are results for them, say so, mean(values, loader), and they count by samples. If "

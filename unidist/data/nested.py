@@ -14,7 +14,7 @@ from typing import Any
 def _looks_inside(kind: type) -> Callable[[Any], Iterable[tuple[Any, Any]]] | None:
     if issubclass(kind, (list, tuple)):
         return enumerate
-    names = [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     if hasattr(kind, "shape") and "shape" not in names:
         return None  # an array that is a mapping or a dataclass, too
     if issubclass(kind, Mapping):
@@ -39,7 +39,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 def arrays_of(value: Any) -> list[Any]:
     """The arrays with at least one axis, in order."""
-    return [each for each in leaves_of(value) if getattr(each, "shape", None)]
+    return [leaf for leaf in leaves_of(value) if getattr(leaf, "shape", None)]
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any, lists: type = list) -> Any:

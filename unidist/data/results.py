@@ -36,7 +36,7 @@ class Results:
         info.origin.touched = self._handed_out
         if self._latest is not info.origin:
             if not self._evaluating:  # where evaluate() forgets them all when it is entered
-                self._passes = {loader: each for loader, each in self._passes.items() if loader() is not None}
+                self._passes = {loader: pass_ for loader, pass_ in self._passes.items() if loader() is not None}
             self._latest = self._passes[info.origin.loader] = info.origin
 
     def on_step(self, info: BatchInfo | None, whole: bool) -> None:
@@ -63,7 +63,7 @@ class Results:
         from unidist.data.gather import in_order, pass_of, refuse_earlier
 
         several = isinstance(values, (list, tuple))
-        if any(isinstance(each, (dict, list, tuple)) for each in values if several):
+        if any(isinstance(value, (dict, list, tuple)) for value in values if several):
             raise UsageError("gather takes one array or tensor for each batch: gather the parts of a result one by one")
         arrays = self._arrays(values if several else [values])
         found = pass_of(arrays, several, self._read(several) if loader is None else [loader.latest], self._rank)
@@ -110,10 +110,12 @@ class Results:
         """The passes that results may belong to: outside of evaluate(), those of loaders that are still there. The
         result for one batch belongs to the latest pass, or to one that was read in turn with it."""
         began = 0 if several or self._latest is None else self._latest.began
-        found = [each for each in self._passes.values() if each.touched >= began]
-        return [each for each in found if self._evaluating or each is self._latest or each.loader() is not None]
+        found = [pass_ for pass_ in self._passes.values() if pass_.touched >= began]
+        return [pass_ for pass_ in found if self._evaluating or pass_ is self._latest or pass_.loader() is not None]
 
     def _arrays(self, values: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         import numpy as np
 
-        return [self._backend.to_numpy(each) if self._backend.is_tensor(each) else np.asarray(each) for each in values]
+        return [
+            self._backend.to_numpy(value) if self._backend.is_tensor(value) else np.asarray(value) for value in values
+        ]

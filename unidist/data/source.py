@@ -149,7 +149,7 @@ def _columns(data: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
         columns = [_array(data[key], f"data[{key!r}]") for key in keys]
         assemble = lambda parts: dict(zip(keys, parts, strict=True))  # noqa: E731
     elif isinstance(data, (tuple, list)):
-        columns, assemble = [_array(each, f"data[{i}]") for i, each in enumerate(data)], tuple
+        columns, assemble = [_array(item, f"data[{i}]") for i, item in enumerate(data)], tuple
     else:
         columns, assemble = [_array(data, "data")], lambda parts: parts[0]
     if not columns:

@@ -62,7 +62,7 @@ class Pass:
         return len(set(ends)) == 1 and ends[0].real == ends[0].rows
 
     def held(self) -> list[_Tracked]:
-        return [each for each in list(self.handed_out.values()) if not each.released]
+        return [entry for entry in list(self.handed_out.values()) if not entry.released]
 
     def walk(self, user: int, info: BatchInfo) -> tuple[bool, bool]:
         """`user` makes a step of one of its batches: (whether a walk over them ends with it, whether it was its turn).
@@ -74,13 +74,13 @@ class Pass:
         steps += 1
         ends = self.complete and steps == self.steps
         if info.last and not ends:
-            ends = not any(each.uses.get(user, 0) < number for each in self.held())
+            ends = not any(entry.uses.get(user, 0) < number for entry in self.held())
         self.walks[user] = [number + 1, 0] if ends else [number, steps]
         return ends, in_turn
 
     def waiting(self) -> list[Place]:
         """Where batches begin that no step was made of, and that somebody holds."""
-        return [each.info.begins_at for each in self.held() if not each.uses]
+        return [entry.info.begins_at for entry in self.held() if not entry.uses]
 
     def check_position(self) -> None:
         if self.unrecognised and self.made % self.steps:
@@ -93,20 +93,20 @@ class Pass:
 
 def next_pass(passes: Sequence[Pass], coming: Pass) -> list[Pass]:
     """The passes of a loader that count for its position when another one begins."""
-    coming.for_training = any(each.trained or each.for_training for each in passes)
+    coming.for_training = any(pass_.trained or pass_.for_training for pass_ in passes)
     if passes and not passes[-1].gathered:
         coming.before, passes[-1].before = passes[-1], None
-    return [*(each for each in passes if each.waiting()), coming]
+    return [*(pass_ for pass_ in passes if pass_.waiting()), coming]
 
 
 def reached(passes: Sequence[Pass], place: Place) -> Place:
     """Where training is, when the batches of these passes up to `place` were handed out: some may wait to be used."""
     waiting = []
-    for each in passes:
-        begins = each.waiting() if each.trained or each.for_training else []
+    for pass_ in passes:
+        begins = pass_.waiting() if pass_.trained or pass_.for_training else []
         if begins:
-            each.check_position()
-            waiting += [] if each.unrecognised else begins
+            pass_.check_position()
+            waiting += [] if pass_.unrecognised else begins
     return min([*waiting, place])
 
 
@@ -167,7 +167,7 @@ class Tracker:
             for _ in range(min(2, len(self._tracked))):  # more would be slow where the user keeps many of them
                 self._forget_or_keep(self._tracked.popleft())
             if info.special:
-                self._special = [each for each in self._special if self._matters(each, info)] + [tracked]
+                self._special = [entry for entry in self._special if self._matters(entry, info)] + [tracked]
             self._tracked.append(tracked)
             for array in tracked.arrays:
                 before = self._by_array.get(id(array))
@@ -209,9 +209,9 @@ class Tracker:
             tracked = self._by_array.get(id(array))
             if tracked is not None:
                 found[id(tracked)] = tracked
-        for each in found.values():
-            each.uses[user] = each.uses.get(user, 0) + 1
-        return [each.info for each in found.values()]
+        for entry in found.values():
+            entry.uses[user] = entry.uses.get(user, 0) + 1
+        return [entry.info for entry in found.values()]
 
     def refuse_parts(self, arrays: Sequence[Any]) -> None:
         """An array that was left as it was tells how many rows its batch had, not how many were taken of the others."""
@@ -230,12 +230,12 @@ class Tracker:
         with self._lock:
             special = list(self._special)
         return [
-            each.info
-            for each in special
-            if each.info.origin.trained
-            and not each.uses
-            and (each.info.padded or not each.info.even)
-            and (each.info.origin.loader() is not None or not each.released)
+            entry.info
+            for entry in special
+            if entry.info.origin.trained
+            and not entry.uses
+            and (entry.info.padded or not entry.info.even)
+            and (entry.info.origin.loader() is not None or not entry.released)
         ]
 
     def lost_end(self) -> bool:
@@ -244,12 +244,12 @@ class Tracker:
         with self._lock:
             special = list(self._special)
         lost = [
-            each
-            for each in special
-            if each.info.last and each.info.origin.trained and not each.uses and not each.noticed and each.released
+            entry
+            for entry in special
+            if entry.info.last and entry.info.origin.trained and not entry.uses and not entry.noticed and entry.released
         ]
-        for each in lost:
-            each.noticed = True
+        for entry in lost:
+            entry.noticed = True
         return bool(lost)
 
 

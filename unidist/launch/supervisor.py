@@ -114,8 +114,8 @@ class Supervisor:
                 with contextlib.suppress(OutputLost):
                     self._last_words()
                 self.screen.forget()  # what could not be shown
-                for each in self._running:
-                    each.popen.wait()
+                for child in self._running:
+                    child.popen.wait()
         return outcome
 
     @property
@@ -151,9 +151,9 @@ class Supervisor:
             self._events(TICK)
             if self.signals.received:
                 return self._stopped_by(self.signals.received[0])
-            if any(each.failed for each in self._running) or self.verdict():
+            if any(child.failed for child in self._running) or self.verdict():
                 return self._failed()
-            if all(each.code == 0 for each in self._running if each.process.is_worker):
+            if all(child.code == 0 for child in self._running if child.process.is_worker):
                 return self._well_done()
             if self.timeout:
                 living = self._alive(self.beats() if self.beats else {})
@@ -161,7 +161,7 @@ class Supervisor:
                     return self._hung(living, self.timeout)
 
     def _alive(self, beats: dict[str, Beat]) -> list[Beat]:
-        living = {(each.process.role, each.process.rank) for each in self._running if each.code is None}
+        living = {(child.process.role, child.process.rank) for child in self._running if child.code is None}
         return [beat for beat in beats.values() if (beat.role, beat.rank) in living]
 
     def _is_stuck(self, beats: Sequence[Beat], timeout: float) -> bool:
@@ -171,8 +171,8 @@ class Supervisor:
 
     def _unheard(self, beats: Sequence[Beat]) -> list[str]:
         heard = {(beat.role, beat.rank) for beat in beats}
-        workers = [each.process for each in self._running if each.process.is_worker and each.code is None]
-        return [each.name for each in workers if (each.role, each.rank) not in heard]
+        workers = [child.process for child in self._running if child.process.is_worker and child.code is None]
+        return [worker.name for worker in workers if (worker.role, worker.rank) not in heard]
 
     def _events(self, wait: float) -> None:
         self.screen.write()
@@ -206,12 +206,12 @@ class Supervisor:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                for each in self._running:
-                    if each.popen.pid == pid:
-                        each.code = each.popen.returncode = os.waitstatus_to_exitcode(status)
-                        each.ended = time.monotonic()
-                        if each.process.is_worker:
-                            self.worker_ended(each.process.rank, socket.gethostname())
+                for child in self._running:
+                    if child.popen.pid == pid:
+                        child.code = child.popen.returncode = os.waitstatus_to_exitcode(status)
+                        child.ended = time.monotonic()
+                        if child.process.is_worker:
+                            self.worker_ended(child.process.rank, socket.gethostname())
 
     # -- ending ------------------------------------------------------------------------------------------------
 
@@ -224,42 +224,42 @@ class Supervisor:
         while True:
             self._drain()
             told = self._told()
-            failed = sorted((each for each in self._running if each.failed), key=lambda each: each.trouble)
-            causes = [told] if told else [each for each in failed if not each.failure.is_echo]
+            failed = sorted((child for child in self._running if child.failed), key=lambda child: child.trouble)
+            causes = [told] if told else [child for child in failed if not child.failure.is_echo]
             first_trouble = causes[0].trouble if causes else float("inf")
-            dying = [each for each in self._running if each.code is None and each.trouble < first_trouble]
+            dying = [child for child in self._running if child.code is None and child.trouble < first_trouble]
             settled = (causes and not dying) if told is None else told.code is not None
             waited, patience = time.monotonic() - begun, ECHO_WAIT
             if told is not None and told.told is not None:
                 patience = ENDING_WAIT if told.told.ending else CODE_WAIT
-            if settled or all(each.code is not None for each in self._running) or waited > patience:
+            if settled or all(child.code is not None for child in self._running) or waited > patience:
                 break
             self._events(0.05)
         first = (causes or failed)[0]
-        for each in self._running:
-            if each is not first:
-                each.streams["stderr"].another_failed_first()
+        for child in self._running:
+            if child is not first:
+                child.streams["stderr"].another_failed_first()
         failure = first.failure  # before it is stopped, which may change its code
-        living = sum(each.code is None and each is not first for each in self._running)
+        living = sum(child.code is None and child is not first for child in self._running)
         self._stop()
-        others = [each.failure for each in failed if each is not first]
+        others = [child.failure for child in failed if child is not first]
         return Outcome(failure.exit_code, report.failed(failure, others, living), again=True)
 
     def _told(self) -> _Running | None:
         """Who failed first, as the control plane was told."""
-        found = {(each.process.role, each.process.rank): each for each in self._running if not each.stopped}
+        found = {(child.process.role, child.process.rank): child for child in self._running if not child.stopped}
         first = None
         for cause in reversed(self.causes()):
-            if each := found.get((cause.role, cause.rank)):
-                each.told, first = cause, each
+            if child := found.get((cause.role, cause.rank)):
+                child.told, first = cause, child
         return first
 
     def _hung(self, beats: Sequence[Beat], timeout: float) -> Outcome:
-        ended = [each.process.name for each in self._running if each.process.is_worker and each.code is not None]
+        ended = [child.process.name for child in self._running if child.process.is_worker and child.code is not None]
         missing = [f"{name}: not heard of" for name in self._unheard(beats)] + [f"{name}: has ended" for name in ended]
         text = report.hung(beats, missing, timeout)
         # With PYTHONFAULTHANDLER set this prints where each is in its code, also from inside a C++ call.
-        system.kill([each.popen.pid for each in self._running if each.code is None], signal.SIGABRT)
+        system.kill([child.popen.pid for child in self._running if child.code is None], signal.SIGABRT)
         self._stop(0.5)
         return Outcome(TIMED_OUT, text, again=True)
 
@@ -272,7 +272,7 @@ class Supervisor:
     def _well_done(self) -> Outcome:
         """The workers are done. Servers and schedulers usually notice; those that do not are not missed."""
         until = time.monotonic() + SERVICES_WAIT
-        while any(each.code is None for each in self._running) and time.monotonic() < until:
+        while any(child.code is None for child in self._running) and time.monotonic() < until:
             self._events(TICK)
             if self.signals.received:
                 return self._stopped_by(self.signals.received[0])
@@ -283,7 +283,7 @@ class Supervisor:
         return Outcome(0, f"ended what the workers had left running: {', '.join(left)}" if left else "")
 
     def _left_behind(self) -> list[str]:
-        groups = {each.popen.pid for each in self._running if each.code is None}
+        groups = {child.popen.pid for child in self._running if child.code is None}
         return [
             f"{system.command(pid)} (process {pid})"
             for pid in system.descendants(os.getpid())
@@ -293,12 +293,12 @@ class Supervisor:
     def _stop(self, delay: float = 0.0, grace: float | None = None) -> None:
         """SIGTERM to every process group and to who left it; SIGKILL after the grace time or a second signal."""
         self._heard = len(self.signals.received)
-        for each in self._running:
-            each.stopped = each.code is None
+        for child in self._running:
+            child.stopped = child.code is None
         until = time.monotonic() + delay
-        while time.monotonic() < until and any(each.code is None for each in self._running):
+        while time.monotonic() < until and any(child.code is None for child in self._running):
             self._events(0.05)
-        groups = {each.popen.pid for each in self._running}  # a leader may be gone, its children not
+        groups = {child.popen.pid for child in self._running}  # a leader may be gone, its children not
         strays = [pid for pid in system.descendants(os.getpid()) if system.group(pid) not in groups]
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -311,7 +311,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         """Read what those that have ended printed last. The others may print without end."""
-        ended = [stream for each in self._running if each.code is not None for stream in each.streams.values()]
+        ended = [stream for child in self._running if child.code is not None for stream in child.streams.values()]
         until = time.monotonic() + 1.0
         while any(key.data in ended for key, _ in self._selector.select(0)) and time.monotonic() < until:
             self._events(0)

@@ -29,14 +29,14 @@ def remembered(recipe: Recipe) -> list[str]:
     """What was added to environments of this name, the newest word on each package."""
     found: dict[str, str] = {}
     for environment in store.named(recipe):
-        for each in environment.added:
-            found.setdefault(_name(each), each)
+        for package in environment.added:
+            found.setdefault(_name(package), package)
     return list(found.values())
 
 
 def add(environment: Environment, requirements: Sequence[str], steps: Steps) -> None:
     """Install them beside what is there, or raise with pip's reason; then the environment is as it was."""
-    new = [each for each in requirements if each not in environment.added]
+    new = [requirement for requirement in requirements if requirement not in environment.added]
     if not new:
         return
     before, growing = versions(environment), environment.path / store.GROWING
@@ -56,8 +56,8 @@ def add(environment: Environment, requirements: Sequence[str], steps: Steps) -> 
         if versions(environment) == before:
             growing.unlink()
         raise
-    names = {_name(each) for each in new}
-    added = [each for each in environment.added if _name(each) not in names] + new
+    names = {_name(requirement) for requirement in new}
+    added = [package for package in environment.added if _name(package) not in names] + new
     brought = sorted({*environment.brought, *(versions(environment).keys() - before.keys())})
     environment.mark(environment.made_with, environment.ready(), added, brought)
     growing.unlink()
@@ -65,11 +65,11 @@ def add(environment: Environment, requirements: Sequence[str], steps: Steps) -> 
 
 def add_again(environment: Environment, requirements: Sequence[str], steps: Steps) -> None:
     """What an earlier environment had. One that no longer fits is told and left out: the framework itself is ready."""
-    for each in requirements:
+    for requirement in requirements:
         try:
-            add(environment, [each], steps)
+            add(environment, [requirement], steps)
         except SetupError as error:
-            steps.say(f"{each} was in the environment before and is left out now: {error}")
+            steps.say(f"{requirement} was in the environment before and is left out now: {error}")
 
 
 def _name(requirement: str) -> str:

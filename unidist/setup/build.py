@@ -41,7 +41,7 @@ def ensure(
 
     def ready() -> Environment | None:
         found = (each for each in store.existing(recipe, version) if not _lacking(each, wanted))
-        return next((each for each in found if set(extra) <= set(each.added)), None)
+        return next((made for made in found if set(extra) <= set(made.added)), None)
 
     if not force and (found := ready()):
         return found
@@ -70,7 +70,7 @@ def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
 def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stage], progress: Progress) -> Environment:
     """A new one beside the old, which goes when all that it had is in the new one, unless somebody is using it."""
     old, remembered = store.existing(recipe, version), additions.remembered(recipe)
-    wanted = [each for each in recipe.stages if each in wanted or any(each.name in one.ready() for one in old)]
+    wanted = [stage for stage in recipe.stages if stage in wanted or any(stage.name in one.ready() for one in old)]
     environment = store.new(recipe, version)
     steps = Steps(progress, log_of(environment))
     steps.run(f"{recipe.name}: new environment with {interpreter}", [interpreter, *VENV, str(environment.path)])

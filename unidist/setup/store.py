@@ -108,7 +108,7 @@ class Environment:
 
 def existing(recipe: Recipe, version: str | None = None) -> list[Environment]:
     """Environments of this recipe with anything ready in them, for this or whichever interpreter, the newest first."""
-    found = [each for each in _all(recipe, version) if each.ready()]
+    found = [environment for environment in _all(recipe, version) if environment.ready()]
     return sorted(found, key=lambda each: each.made, reverse=True)
 
 
@@ -122,10 +122,10 @@ def named(recipe: Recipe) -> list[Environment]:
 
 def new(recipe: Recipe, version: str) -> Environment:
     """Where the next one goes, beside any that is there and may be in use. What was never ready makes room."""
-    taken = {each.path.name for each in existing(recipe, version)}
-    for each in _all(recipe, version):
-        if each.path.name not in taken:
-            remove(each.path)
+    taken = {environment.path.name for environment in existing(recipe, version)}
+    for environment in _all(recipe, version):
+        if environment.path.name not in taken:
+            remove(environment.path)
     base = f"{recipe.name}-{recipe.key}-python{version}"
     names = (base if number == 1 else f"{base}-{number}" for number in range(1, len(taken) + 2))
     return Environment(recipe, home() / "environments" / next(name for name in names if name not in taken))
@@ -141,7 +141,7 @@ def _all(recipe: Recipe, version: str | None) -> Iterator[Environment]:
 
 def find(recipe: Recipe, stage: str) -> Environment | None:
     """A ready environment that has `stage`."""
-    return next((each for each in existing(recipe) if stage in each.ready()), None)
+    return next((environment for environment in existing(recipe) if stage in environment.ready()), None)
 
 
 def how_to_add(package: str) -> str:
@@ -163,10 +163,10 @@ def outdated() -> list[Path]:
     places = [path for path in (home() / "environments").glob("*/") if not path.name.startswith(current)]
     for recipe in known:
         newest: set[str] = set()
-        for each in existing(recipe):
-            if each.version in newest:
-                places.append(each.path)
-            newest.add(each.version)
+        for environment in existing(recipe):
+            if environment.version in newest:
+                places.append(environment.path)
+            newest.add(environment.version)
     overlays = (home() / "overlays").glob("*")
     dangling = [path for path in overlays if not all(link.exists() for link in path.iterdir())]
     return [path for path in places if not in_use(path)] + dangling

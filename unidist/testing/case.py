@@ -110,8 +110,10 @@ class Case:
         if self.strategy.capabilities.synchronous is True:
             close(now, serial.parameters)
         else:
-            assert all(np.isfinite(each).all() for each in now), "not finite"
-            assert any((each != then).any() for each, then in zip(now, reference.weights(), strict=True)), "not trained"
+            assert all(np.isfinite(array).all() for array in now), "not finite"
+            assert any((array != then).any() for array, then in zip(now, reference.weights(), strict=True)), (
+                "not trained"
+            )
 
     def train(
         self,

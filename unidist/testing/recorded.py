@@ -32,7 +32,7 @@ class Recorded:
         return self._step(x, y, **how)
 
     def remember(self, x: Any, y: Any, real: int | None = None, times: int = 1) -> None:
-        rows = (np.repeat(self.case.backend.to_numpy(each)[:real], times, axis=0) for each in (x, y))
+        rows = (np.repeat(self.case.backend.to_numpy(array)[:real], times, axis=0) for array in (x, y))
         self._rows.append(tuple(rows))  # type: ignore[arg-type]
 
     def is_serial(self, groups: Iterable[int] | None = None) -> None:

@@ -97,9 +97,9 @@ def run(configuration: Configuration, names: tuple[str, ...] | None = None) -> d
 
 def _together(ranks: list[str | None]) -> str | None:
     """The result of a check, from those of each rank."""
-    if all(isinstance(each, Skipped) for each in ranks):
+    if all(isinstance(rank, Skipped) for rank in ranks):
         return ranks[0]
-    said = [f"skipped: {each}" if isinstance(each, Skipped) else each for each in ranks]
+    said = [f"skipped: {rank}" if isinstance(rank, Skipped) else rank for rank in ranks]
     return "\n".join(f"rank {rank}:\n{each}" for rank, each in enumerate(said) if each) or None
 
 

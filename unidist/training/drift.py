@@ -48,15 +48,15 @@ class DriftCheck:
     def checksum(self, model: Any) -> int:
         """Of all parameters together."""
         found = 0
-        for each in self._backend.parameters(model).values():
-            found = zlib.crc32(self._backend.to_numpy(each).tobytes(), found)
+        for parameter in self._backend.parameters(model).values():
+            found = zlib.crc32(self._backend.to_numpy(parameter).tobytes(), found)
         return found
 
     def outline(self, model: Any) -> dict[str, float]:
         """A sum to which each value contributes with a factor of its own, and how much rounding may change it."""
         found = rounding = 0.0
-        for each in self._backend.parameters(model).values():
-            values = self._backend.to_numpy(each).astype(np.float64).ravel()
+        for parameter in self._backend.parameters(model).values():
+            values = self._backend.to_numpy(parameter).astype(np.float64).ravel()
             found += float(values @ np.cos(np.arange(values.size)))
             rounding += ROUNDING * max(1.0, float(np.max(np.abs(values), initial=0.0))) * values.size**0.5
         return {"sum": found, "rounding": rounding}
@@ -65,25 +65,25 @@ class DriftCheck:
         """Raises `RanksDisagree` on every rank, naming the first parameter that differs."""
         began = time.perf_counter()
         parameters = self._backend.parameters(model)
-        own = [zlib.crc32(self._backend.to_numpy(each).tobytes()) for each in parameters.values()]
-        outline = repr([(name, tuple(each.shape), str(each.dtype)) for name, each in parameters.items()])
+        own = [zlib.crc32(self._backend.to_numpy(parameter).tobytes()) for parameter in parameters.values()]
+        outline = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in parameters.items()])
         told = {"outline": zlib.crc32(outline.encode()), "sum": zlib.crc32(repr(own).encode()), **self._times()}
         everyone = self._collectives.all_gather(told)
-        if len({each["outline"] for each in everyone}) > 1:  # engines do not bear arrays of different sizes
+        if len({answer["outline"] for answer in everyone}) > 1:  # engines do not bear arrays of different sizes
             raise RanksDisagree(
                 f"after {updates} updates, the ranks do not train the same parameters any more: names, shapes, dtypes "
                 "or requires_grad differ. Make such changes on every rank alike"
             )
-        if len({each["sum"] for each in everyone}) > 1:
+        if len({answer["sum"] for answer in everyone}) > 1:
             checksums = self._collectives.all_gather(np.array(own, dtype=np.int64))
         else:
             checksums = [own]
         for number, (name, tensor) in enumerate(parameters.items()):
-            if any(each[number] != checksums[0][number] for each in checksums):
+            if any(checksum[number] != checksums[0][number] for checksum in checksums):
                 self._measure(name, tensor, updates)
         self._count += 1
         # Each rank has clocks of its own, and all must come to the same number.
-        cost, elapsed, update = (max(each[name] for each in everyone) for name in ("cost", "elapsed", "update"))
+        cost, elapsed, update = (max(answer[name] for answer in everyone) for name in ("cost", "elapsed", "update"))
         self._pause = _pause(cost, self._count, elapsed, update)
         self._cost += time.perf_counter() - began
 
@@ -99,7 +99,7 @@ class DriftCheck:
         apart = float(np.max(np.abs(own - first), initial=0.0))
         differences = self._collectives.all_gather(apart if np.isfinite(apart) else np.inf)
         allowed = ROUNDING * max(1.0, float(np.max(np.abs(first), initial=0.0)))
-        others = [rank for rank, each in enumerate(differences) if not each <= allowed]
+        others = [rank for rank, difference in enumerate(differences) if not difference <= allowed]
         if others:
             raise RanksDisagree(
                 f"after {updates} updates, parameter {name} of rank{'s' * (len(others) > 1)} "
@@ -137,21 +137,23 @@ def compare_at_the_end(models: Iterable[Prepared], peers: Peers, made: int) -> s
                 number = str(each.schedule.number)
                 checksums[number], held[number] = each.drift.checksum(model), (each.drift, model)
     told = peers.gather("the end", {"made": made, "checksums": checksums}, WEEK)
-    if len({each["made"] for each in told}) > 1:
-        numbers = ", ".join(f"{each['made']} on rank {rank}" for rank, each in enumerate(told[:SHOWN]))
+    if len({answer["made"] for answer in told}) > 1:
+        numbers = ", ".join(f"{answer['made']} on rank {rank}" for rank, answer in enumerate(told[:SHOWN]))
         raise RanksDisagree(
             "the ranks close their Strategy after different numbers of steps and other operations that all of them "
             f"take part in: {numbers}. Make the same number of steps, and call the same methods, on every rank"
         )
-    everyone = [each["checksums"] for each in told]
+    everyone = [answer["checksums"] for answer in told]
     for number in checksums:
-        found = [each.get(number) for each in everyone]
+        found = [answer.get(number) for answer in everyone]
         if len(set(found)) == 1 or None in found:
             continue
         drift, model = held[number]
         outlines = peers.gather(f"the end of model {number}", drift.outline(model), WEEK)
-        allowed = max(each["rounding"] for each in outlines)
-        apart = [str(n) for n, each in enumerate(outlines) if not abs(each["sum"] - outlines[0]["sum"]) <= allowed]
+        allowed = max(outline["rounding"] for outline in outlines)
+        apart = [
+            str(n) for n, outline in enumerate(outlines) if not abs(outline["sum"] - outlines[0]["sum"]) <= allowed
+        ]
         if apart:
             return (
                 f"at the end, the parameters of model {number} (in the order of prepare) of rank "

@@ -31,9 +31,9 @@ def compare_ranks(
     digests = collectives.all_gather(
         np.frombuffer(hashlib.blake2b(text, digest_size=16).digest() + values.digest(), np.uint8)
     )
-    if any((each[:16] != digests[0][:16]).any() for each in digests):
+    if any((digest[:16] != digests[0][:16]).any() for digest in digests):
         raise RanksDisagree(_difference(text, collectives))
-    others = [str(rank) for rank, each in enumerate(digests) if (each != digests[0]).any()]
+    others = [str(rank) for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
     if not others:
         return None
     return (

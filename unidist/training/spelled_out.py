@@ -114,9 +114,9 @@ class SpelledOut:
         trained = [each for each in self._trainer.prepared if each.model() is not None]
         if model is None and len(trained) == 1:
             return trained[0]
-        for each in trained:
-            if each.model() is model:
-                return each
+        for parameter in trained:
+            if parameter.model() is model:
+                return parameter
         if model is None:
             problem = (
                 "several models are prepared: say forward(model)" if trained else "prepare(model, optimizer) first"

@@ -44,9 +44,9 @@ class Trainer:
     def apart_from_others(self, model: Any) -> Iterator[None]:
         """Inside, a micro-batch of this model is computed: the groups that others have begun stay as they are."""
         with ExitStack() as stack:
-            for each in self.prepared:
-                other = each.model()
-                if each.schedule.in_group and other is not None and other is not model:
+            for entry in self.prepared:
+                other = entry.model()
+                if entry.schedule.in_group and other is not None and other is not model:
                     stack.enter_context(self.backend.keep_gradients(other, model))
             yield
 
@@ -95,24 +95,24 @@ class Trainer:
 
     def compare(self, model: Any) -> None:
         """Before a checkpoint: what one rank writes must be what all of them hold."""
-        for each in self.prepared + self._untrained:
-            if each.model() is model and each.schedule.comparable and self.backend.world.world_size > 1:
-                each.drift.compare(model, each.schedule.updates)
+        for entry in self.prepared + self._untrained:
+            if entry.model() is model and entry.schedule.comparable and self.backend.world.world_size > 1:
+                entry.drift.compare(model, entry.schedule.updates)
 
     @property
     def comparable(self) -> list[Prepared]:
         """The models whose parameters must be the same on all ranks now."""
         if self.backend.capabilities.lockstep is not True:
             return []
-        return [each for each in self.prepared + self._untrained if each.schedule.comparable]
+        return [entry for entry in self.prepared + self._untrained if entry.schedule.comparable]
 
     def schedules_of(self, model: Any) -> list[Schedule]:
         """Of all optimizers that this model was prepared with."""
-        return [each.schedule for each in self.prepared if model is not None and each.model() is model]
+        return [entry.schedule for entry in self.prepared if model is not None and entry.model() is model]
 
     def gave_last(self, value: Any) -> bool:
         """Whether this is the loss that a step of some model gave back last."""
-        return any(value is each.schedule.last_loss for each in self.prepared)
+        return any(value is entry.schedule.last_loss for entry in self.prepared)
 
     # -- prepare ---------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Trainer:
         schedule.number = self._schedules
         with self.watch.within("prepare"):
             model, optimizer = self.backend.prepare(model, optimizer, settings.features)
-        self.prepared = [each for each in self.prepared if each.model() is not None]
+        self.prepared = [entry for entry in self.prepared if entry.model() is not None]
         self._untrained = [each for each in self._untrained if each.model() is not None]
         drift = DriftCheck(self.backend, self.watch.collectives)
         if optimizer is None:
@@ -145,9 +145,9 @@ class Trainer:
         return model, optimizer
 
     def prepared_as(self, model: Any, optimizer: Any) -> Prepared:
-        for each in self.prepared:
-            if each.model() is model and each.optimizer() is optimizer:
-                return each
+        for entry in self.prepared:
+            if entry.model() is model and entry.optimizer() is optimizer:
+                return entry
         raise UsageError("this model and optimizer do not come from one `prepare` call: use the two that it returned")
 
     # -- the whole step ----------------------------------------------------------------------------------------
@@ -220,9 +220,9 @@ class Trainer:
 
     def brought_together(self, model: Any) -> None:
         """Its parameters have been averaged by hand."""
-        for each in self.prepared:
-            if each.model() is model:
-                each.schedule.brought_together()
+        for entry in self.prepared:
+            if entry.model() is model:
+                entry.schedule.brought_together()
 
     def check_clip(self, clip_norm: float | None) -> None:
         if clip_norm is None:

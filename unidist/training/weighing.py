@@ -39,7 +39,7 @@ class Weighing:
         """What a loader knows of this batch, and how many samples its loss is the mean of. The step is a `whole` one,
         or spelled out."""
         arrays = arrays_of(batch)
-        other_axes, schedule.other_axes = schedule.other_axes, [tuple(each.shape[1:]) for each in arrays]
+        other_axes, schedule.other_axes = schedule.other_axes, [tuple(array.shape[1:]) for array in arrays]
         infos = infos or self.batches.find(arrays, id(schedule))
         refuse_mixed_padding(infos)
         info = infos[0] if infos else None
@@ -117,9 +117,9 @@ class Weighing:
         everyone = self._watch.collectives.all_gather(mine)
         schedule.compared = True
         schedule.axes.add(axes)
-        if len({each["axes"] for each in everyone} - {0}) > 1 and not all(each["known"] for each in everyone):
+        if len({answer["axes"] for answer in everyone} - {0}) > 1 and not all(answer["known"] for answer in everyone):
             raise self._uncountable(schedule)
-        return float(max(each["samples"] for each in everyone))
+        return float(max(answer["samples"] for answer in everyone))
 
     def _agree_on_axes(self, schedule: Schedule) -> None:
         """The rows of a batch that no loader knows have a new shape, or one of several: is it the same on all ranks?

@@ -100,7 +100,7 @@ def native_step_of_another_optimizer_is_noticed(case: Case) -> None:
             continue
         own = case.parameters(model)
         everywhere = case.strategy.all_gather({"p": own})
-        if all((a == b).all() for each in everywhere for a, b in zip(each["p"], own, strict=True)):
+        if all((a == b).all() for answer in everywhere for a, b in zip(answer["p"], own, strict=True)):
             continue  # the loss was one of global tensors
         with refused(RanksDisagree, "differs from rank 0"):
             case.strategy.save(case.folder / "apart", model=model)
@@ -150,7 +150,7 @@ def part(case: Case, model: object) -> str:
         values[names[2]] = values[names[2]] + np.float32(0.25)
     case.backend.load_state(model, values)
     everywhere = case.strategy.all_gather(case.parameters(model)[2])
-    if all((each == everywhere[0]).all() for each in everywhere):
+    if all((answer == everywhere[0]).all() for answer in everywhere):
         raise DoesNotApply("servers hold the parameters, and have given rank 0's to everybody")
     return names[2]
 

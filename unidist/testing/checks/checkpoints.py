@@ -56,7 +56,7 @@ class Run:
 def settled(case: Case, model: Any) -> list[Any]:
     """The parameters, when nobody moves them any more: where ranks are not in step, another may still do."""
     with case.strategy.evaluate(model):
-        return [each.copy() for each in case.parameters(model)]
+        return [parameter.copy() for parameter in case.parameters(model)]
 
 
 @check
@@ -108,7 +108,7 @@ def optimizer_without_its_arrays_is_refused(case: Case) -> None:
         with case.strategy.main_first():
             if case.rank == 0:
                 found = read(place)
-                left = {name: each for name, each in found.arrays.items() if not name.startswith("optimizer/")}
+                left = {name: array for name, array in found.arrays.items() if not name.startswith("optimizer/")}
                 write(place, left, found.values)
         with refused(CheckpointError, "it holds 0 of the optimizer's"):
             case.strategy.load(place, **run.parts)

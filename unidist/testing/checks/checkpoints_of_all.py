@@ -52,7 +52,7 @@ def only_rank_0_copies_to_the_host(case: Case) -> None:
         array = to_numpy(tensor)
         if array.shape in matrices:
             copied.append(weakref.ref(array))
-        most = max(most, sum(each() is not None for each in copied))
+        most = max(most, sum(reference() is not None for reference in copied))
         return array
 
     matrices = [array.shape for array in reference.weights() if array.ndim == 2]
@@ -193,7 +193,9 @@ def generators_that_are_not_there_are_missed(case: Case) -> None:
         with case.strategy.main_first():
             if case.rank == 0:
                 found = read(case.folder / "drawn")
-                left = {name: each for name, each in found.arrays.items() if not name.endswith(case.strategy.framework)}
+                left = {
+                    name: array for name, array in found.arrays.items() if not name.endswith(case.strategy.framework)
+                }
                 assert len(found.arrays) - len(left) == case.size
                 write(lacking, left, found.values | {"unidist": found.values["unidist"] | {"framework": framework}})
         with refused(CheckpointError, "generator state", case.strategy.framework, "missing"):

@@ -77,10 +77,10 @@ def all_gather_is_by_rank(case: Case) -> None:
     for kind in (np.float32, np.float64, np.int64, np.bool_, np.complex64):
         got = case.strategy.all_gather(np.full(3, case.rank, dtype=kind))
         assert len(got) == case.size
-        assert all(np.array_equal(each, np.full(3, rank, dtype=kind)) for rank, each in enumerate(got))
-        assert all(each.dtype == kind for each in got)
+        assert all(np.array_equal(answer, np.full(3, rank, dtype=kind)) for rank, answer in enumerate(got))
+        assert all(answer.dtype == kind for answer in got)
     native = case.strategy.all_gather({"x": case.backend.from_numpy(np.full(2, case.rank, dtype=np.float32))})
-    assert [case.backend.to_numpy(each["x"]).tolist() for each in native] == [[r, r] for r in range(case.size)]
+    assert [case.backend.to_numpy(array["x"]).tolist() for array in native] == [[r, r] for r in range(case.size)]
 
 
 @check

@@ -97,7 +97,7 @@ def batches_arrive_ready(case: Case) -> None:
             np.save(path, np.arange(32, dtype=np.float64).reshape(8, 4))
     data = {"x": path, "y": np.arange(8, dtype=np.int16), "z": np.zeros((8, 2), dtype=np.uint8)}
     for got in case.strategy.loader(data, per_device_batch=8):
-        assert all(case.backend.is_tensor(each) for each in got.values())
+        assert all(case.backend.is_tensor(answer) for answer in got.values())
         x, y, z = (case.backend.to_numpy(got[name]) for name in "xyz")
         assert (x.dtype, y.dtype, z.dtype) == (np.float32, np.int64, np.uint8)
         assert (x == np.arange(32).reshape(8, 4)[y]).all()

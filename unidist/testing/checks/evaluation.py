@@ -223,14 +223,14 @@ def mean_of_several_numbers_for_each_row(case: Case) -> None:
     rows = np.arange(samples, dtype=np.float32)[:, None].repeat(3, axis=1)
     for tail in ("keep", "pad"):
         loader = case.strategy.loader(rows, per_device_batch=4, tail=tail)
-        results = [case.backend.to_numpy(each) for each in loader]
+        results = [case.backend.to_numpy(batch) for batch in loader]
         close([case.strategy.mean(results, loader)], [rows.mean()])
-        flat = [each.reshape(-1) for each in results]
+        flat = [result.reshape(-1) for result in results]
         if tail == "pad":
             with refused(UsageError, "reshape"):
                 case.strategy.mean(flat, loader)
     loader = case.strategy.loader(rows[: 2 * case.size], per_device_batch=2)
     close(
-        [case.strategy.mean([case.backend.to_numpy(each).reshape(-1) for each in loader], loader)],
+        [case.strategy.mean([case.backend.to_numpy(batch).reshape(-1) for batch in loader], loader)],
         [rows[: 2 * case.size].mean()],
     )

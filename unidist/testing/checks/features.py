@@ -35,8 +35,10 @@ def batch_normalisation_over_all_ranks(case: Case) -> None:
     x, y = reference.data(whole * 2)
     numbers = np.random.RandomState(2)  # by chance a normalisation could blow up what rounding left
     weights = [
-        np.asarray(numbers.uniform(-0.5, 0.5, each.shape) if np.ptp(each) else each).astype(each.dtype)
-        for each in case.parameters(case.zoo.with_buffers())
+        np.asarray(numbers.uniform(-0.5, 0.5, parameter.shape) if np.ptp(parameter) else parameter).astype(
+            parameter.dtype
+        )
+        for parameter in case.parameters(case.zoo.with_buffers())
     ]
     alone, together = case.zoo.with_buffers(), case.zoo.with_buffers()
     for model in (alone, together):
@@ -72,7 +74,7 @@ def batch_normalisation_of_a_single_row(case: Case) -> None:
         for words in (f"rank {case.rank} of {case.size}", "single row", "tail='drop'", "batch size"):
             assert words in said, said
         assert ("sync_batchnorm=True" in said) == (case.size > 1), said
-    assert all(np.isfinite(each).all() for each in case.parameters(model)), "the statistics are not finite"
+    assert all(np.isfinite(parameter).all() for parameter in case.parameters(model)), "the statistics are not finite"
 
 
 @check
@@ -83,7 +85,7 @@ def mixed_precision(case: Case) -> None:
         model, first, last = trained(case, precision=precision)
         plain, _, plain_last = trained(case)
         equal_on_all_ranks(case, model)
-        assert all(each.dtype == np.float32 for each in case.parameters(model))
+        assert all(parameter.dtype == np.float32 for parameter in case.parameters(model))
         assert last < first
         assert abs(last - plain_last) < 0.05, f"{precision}: {last} against {plain_last}"
         assert any((a != b).any() for a, b in zip(case.parameters(model), case.parameters(plain), strict=True))
@@ -145,7 +147,7 @@ def local_sgd(case: Case) -> None:
         if number in (2, 4, 5):
             means = [np.mean(parts, axis=0) for parts in zip(*(serial.parameters for serial in ranks), strict=True)]
             for serial in ranks:
-                serial.parameters = [each.copy() for each in means]
+                serial.parameters = [mean.copy() for mean in means]
     close(case.parameters(model), ranks[0].parameters)
 
 
@@ -168,7 +170,7 @@ def averages_by_hand(case: Case) -> None:
     own = {name: np.full(tensor.shape, float(case.rank)) for name, tensor in case.backend.state(model).items()}
     case.backend.load_state(model, own)
     case.strategy.average_parameters(model)
-    close(case.parameters(model), [np.full(each.shape, (case.size - 1) / 2) for each in own.values()])
+    close(case.parameters(model), [np.full(array.shape, (case.size - 1) / 2) for array in own.values()])
 
 
 @check

@@ -43,7 +43,7 @@ def padding_that_was_multiplied_is_refused(case: Case) -> None:
     """Two views of each sample in one batch: nobody can see any more which rows are padding."""
     train, batches = Recorded(case), list(loader_of(case, batches=1, tail="pad"))
     train(*batches[0])
-    twice = [case.backend.from_numpy(np.concatenate([case.backend.to_numpy(each)] * 2)) for each in batches[1]]
+    twice = [case.backend.from_numpy(np.concatenate([case.backend.to_numpy(batch)] * 2)) for batch in batches[1]]
     with refused(UsageError, "weight"):
         train._step(*twice)
 
@@ -106,4 +106,4 @@ def training_batch_that_is_read_during_an_evaluation(case: Case) -> None:
     for x, y in batches[:-1]:
         train(x, y)
     with refused(UsageError, "padding"):
-        train._step(*(each * 1 for each in batches[-1]))
+        train._step(*(batch * 1 for batch in batches[-1]))

@@ -78,8 +78,8 @@ def batches_that_differ_in_another_axis(case: Case) -> None:
         return case.zoo.cross_entropy(m, x.reshape((-1, reference.SIZES[0])), y.reshape((-1,)))  # type: ignore[attr-defined]
 
     step = case.strategy.train_step(model, optimizer, loss)
-    x, y = (case.backend.to_numpy(each)[: 2 + case.rank] for each in own_rows(case, 1))
-    transposed = [case.backend.from_numpy(np.stack([each, each])) for each in (x, y)]
+    x, y = (case.backend.to_numpy(row)[: 2 + case.rank] for row in own_rows(case, 1))
+    transposed = [case.backend.from_numpy(np.stack([array, array])) for array in (x, y)]
     with refused(UsageError, "weight="):
         step(*transposed)
 
@@ -98,7 +98,7 @@ def batches_that_come_to_differ_in_another_axis(case: Case) -> None:
 
     def repeated(rows: int) -> list[object]:
         x, y = (case.backend.to_numpy(each) for each in batch(case))
-        return [case.backend.from_numpy(np.stack([each[:rows]] * 2 * case.backend.devices)) for each in (x, y)]
+        return [case.backend.from_numpy(np.stack([array[:rows]] * 2 * case.backend.devices)) for array in (x, y)]
 
     for rows in (3, 3, 2, 3):
         step(*repeated(rows))

@@ -43,7 +43,7 @@ def same_start_of_buffers(case: Case) -> None:
     case.backend.load_state(model, own)
     with contextlib.redirect_stderr(io.StringIO()):
         model = case.strategy.prepare(model, SGD(0.1))[0]
-    close(case.parameters(model), [np.full(each.shape, 1.0) for each in own.values()], tolerance=0)
+    close(case.parameters(model), [np.full(array.shape, 1.0) for array in own.values()], tolerance=0)
 
 
 @check
@@ -190,7 +190,7 @@ def spelled_out_step(case: Case) -> None:
 def spelled_out_step_in_the_wrong_order_is_refused(case: Case) -> None:
     case.requires("spelled_out")
     model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
-    x, y = (case.backend.from_numpy(each) for each in reference.data(4))
+    x, y = (case.backend.from_numpy(array) for array in reference.data(4))
     with refused(StateError, "forward"):
         case.strategy.backward(case.zoo.cross_entropy(model, x, y))
     with refused(StateError, "backward"):

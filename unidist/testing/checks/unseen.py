@@ -111,9 +111,9 @@ def batches_of_two_loaders_in_one_step(case: Case) -> None:
         everyone = recorded.gather()
         for n in range(0, len(everyone[0]), 2):
             rows = [rank[m] for rank in everyone for m in (n, n + 1)]
-            x, y = (np.concatenate([each[part] for each in rows]) for part in (0, 1))
+            x, y = (np.concatenate([row[part] for row in rows]) for part in (0, 1))
             _, gradients = serial.loss_and_gradients(x, y)
-            serial._apply([each * len(y) for each in gradients])
+            serial._apply([gradient * len(y) for gradient in gradients])
         case.close_to_serial(model, serial)
 
 
@@ -124,7 +124,7 @@ def told_weight_of_padding_that_was_changed_is_refused(case: Case) -> None:
         raise DoesNotApply("a told weight is refused where one process drives several devices")
     train, batches = Recorded(case), list(loader_of(case, batches=1, tail="pad"))
     train(*batches[0])
-    x, y = (each * 1 for each in batches[1])
+    x, y = (batch * 1 for batch in batches[1])
     for how in ({"weight": int(x.shape[0])}, {}):
         with refused(UsageError, "padding", "tail='drop'", "weight=0"):
             train._step(x, y, **how)

@@ -189,7 +189,7 @@ def batches_split_and_joined(case: Case) -> None:
     train.is_serial()
     train, together = Recorded(case), list(loader_of(case, batches=3))
     for pair in (together[:2], together[2:]):
-        joined = [np.concatenate([case.backend.to_numpy(each[part]) for each in pair]) for part in (0, 1)]
+        joined = [np.concatenate([case.backend.to_numpy(array[part]) for array in pair]) for part in (0, 1)]
         train(*map(case.backend.from_numpy, joined))
     train.is_serial()
 
