@@ -115,25 +115,72 @@ def test_quiet_labels_and_log_files(place: Place) -> None:
     assert sorted((place.path / "logs/deep/worker-1.log").read_text().splitlines()) == ["err 1", "out 1"]
 
 
+def on_a_terminal(place: Place, script: str, seen: bytes = b"", **env: str) -> bytes:
+    """What `unidist run` shows there. When `seen` is among it, the script finds a file called "seen"."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        place.command(*RUN, "-n", "2", script), env={**place.env, **env}, stdout=theirs, stderr=theirs, cwd=place.path
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 4096):
+            shown += data
+            if seen in shown:
+                (place.path / "seen").touch()
+    except OSError:  # how a terminal says that nobody is at the other end
+        pass
+    os.close(ours)
+    assert process.wait(PATIENCE) == 0, shown
+    return shown
+
+
+def screen_of(shown: bytes) -> list[str]:
+    """The lines that are left on the terminal."""
+    lines = re.sub(rb"\r\n", b"\n", shown).decode().split("\n")
+    return [re.sub(r"\x1b\[\d*m", "", line.rpartition("\r\x1b[K")[2]) for line in lines]
+
+
 def test_colours_on_a_terminal_only(place: Place) -> None:
     script = place.script("print('hello')")
     for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
-        ours, theirs = os.openpty()
-        process = subprocess.Popen(
-            place.command(*RUN, script), env={**place.env, **env}, stdout=theirs, stderr=theirs, cwd=place.path
-        )
-        os.close(theirs)
-        shown = b""
-        try:
-            while data := os.read(ours, 4096):
-                shown += data
-        except OSError:  # how a terminal says that nobody is at the other end
-            pass
-        os.close(ours)
-        assert process.wait(PATIENCE) == 0
+        shown = on_a_terminal(place, script, **env)
         assert (b"\x1b[" in shown) is coloured
         assert b"hello" in shown
     assert "\x1b" not in place.run(*RUN, script).out
+
+
+def test_a_terminal_shows_how_far_the_job_is(place: Place) -> None:
+    script = place.script("""
+        from unidist.control import Heart, connect_from_env
+        with Heart(connect_from_env(), rank, interval=0.05) as heart:
+            step = 0
+            while not os.path.exists("seen"):
+                step += 1
+                heart.at("step", step, training=True)
+                if step % 100 == 1: print("a line", flush=True)
+                time.sleep(0.01)
+    """)
+    shown = on_a_terminal(place, script, seen=b" steps/s  0:0")
+    assert re.search(rb"\r\x1b\[K2 workers  step \d+  [\d.]+ steps/s  0:0\d", shown)
+    left = [line for line in screen_of(shown) if line and not line.startswith("unidist: plain on 2 workers")]
+    assert set(left) == {"[worker 0] a line", "[worker 1] a line"}
+
+
+def test_a_terminal_shows_the_progress_bar_of_the_first_who_has_one(place: Place) -> None:
+    script = place.script("""
+        from unidist.output import Progress
+        with Progress(10, label="epoch 1", active=rank == 0) as bar:
+            while not os.path.exists("seen"):
+                bar.show(loss=0.5)
+                bar.advance(steps=int(bar.steps < 9))
+                time.sleep(0.01)
+    """)
+    shown = on_a_terminal(place, script, seen=b" 90%  9/10  loss 0.5")
+    assert b"[worker 0] epoch 1  [=====================   ]   90%" in shown
+    left = [line for line in screen_of(shown) if line and not line.startswith("unidist: plain on 2 workers")]
+    assert len(left) == 1, left
+    assert left[0].startswith("[worker 0] epoch 1  [")
 
 
 def test_whoever_reads_us_may_leave(place: Place) -> None:

@@ -21,9 +21,9 @@ from unidist import registry
 from unidist.control import ControlServer
 from unidist.errors import LaunchError, UnidistError
 from unidist.launch import processes as system
-from unidist.launch.output import Screen
 from unidist.launch.plan import Job, plan
 from unidist.launch.ports import Ports
+from unidist.launch.screen import Screen
 from unidist.launch.signals import Signals
 from unidist.launch.supervisor import Outcome, Supervisor
 

@@ -1,28 +1,24 @@
-"""What the processes print, on one screen: whole lines with a prefix, fewer progress bars, one copy of an error."""
+"""What the processes print: whole lines with a prefix, fewer progress bars, one copy of an error."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from unidist.errors import LaunchError
 from unidist.launch.plan import Process
 from unidist.launch.report import says_that_a_peer_is_gone
+from unidist.launch.screen import Screen
 
 BAR_EVERY = 2.0  # seconds between two shown states of a progress bar
 LONGEST_LINE = 1 << 20
 ERROR_HELD = 1.0  # seconds that the lines of an error may be kept back, until it is known whether another showed it
 FAREWELL_HELD = 5.0  # ... where it says that a peer is gone: the peer's own error should come first
-BACKLOG = 1 << 20  # bytes that may wait for a slow reader before the processes have to
-_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
-_RESET = b"\x1b[0m"
 
 # What is shown once only: a traceback; a syntax error of the script, which comes first and without a heading; or the
 # interpreter's own complaint. And how each ends.
@@ -31,97 +27,6 @@ _SYNTAX_ERROR = re.compile(rb'  File "')
 _LAST_LINE = re.compile(rb"[A-Za-z_][\w.]*(: |$)")
 _ERROR_IN_ONE_LINE = re.compile(rb"\S*python[\d.]*: (can't open|No module named|Error while finding module)")
 _CHAIN = re.compile(rb"(During handling of the above exception|The above exception was the direct cause)")
-
-
-class OutputLost(Exception):
-    """Our own standard output or error cannot be written any more."""
-
-    def __init__(self, error: OSError) -> None:
-        gone = isinstance(error, BrokenPipeError)
-        super().__init__("nobody reads our output any more (broken pipe)" if gone else f"our output: {error.strerror}")
-        self.exit_code = 141 if gone else 1  # as a shell counts SIGPIPE
-
-
-class Screen:
-    """Writes whole lines to the launcher's own standard output and error, as fast as somebody reads them.
-
-    It never waits for a reader by itself (`| less`): a job that nobody looks at must still end when it fails.
-    """
-
-    def __init__(self, quiet: bool = False, colour: bool | None = None, out: int = 1, err: int = 2) -> None:
-        self.quiet = quiet  # only worker 0
-        self._fds = {"stdout": out, "stderr": err}
-        self._colour = {
-            name: ("NO_COLOR" not in os.environ and os.isatty(fd)) if colour is None else colour
-            for name, fd in self._fds.items()
-        }
-        self._errors: dict[bytes, str] = {}  # the text of each error shown -> who showed it first
-        self._waiting: deque[tuple[int, bytes]] = deque()  # one queue for both, to keep their order
-        self._size = 0
-
-    def line(self, stream: str, prefix: str, colour: int, text: bytes) -> None:
-        head = f"[{prefix}] ".encode()
-        if self._colour[stream]:
-            head = b"\x1b[%dm%s%s" % (_COLOURS[colour % len(_COLOURS)], head, _RESET)
-        self._put(self._fds[stream], head + text + b"\n")
-
-    def say(self, text: str, hopeless: Callable[[], bool]) -> None:
-        """A line of unidist's own, on standard error. This one does wait until it is written, unless `hopeless`."""
-        self._put(self._fds["stderr"], f"unidist: {text}\n".encode(errors="replace"))
-        with contextlib.suppress(OutputLost):  # then there is nobody to be told
-            self.write()
-            while self._waiting and not hopeless():
-                _takes(self._waiting[0][0], within=0.1)
-                self.write()
-
-    @property
-    def waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def full(self) -> bool:
-        return self._size > BACKLOG
-
-    def _put(self, fd: int, data: bytes) -> None:
-        self._waiting.append((fd, data))
-        self._size += len(data)
-
-    def write(self) -> None:
-        """Write what waits, as far as it is taken at once."""
-        while self._waiting and _takes(self._waiting[0][0]):
-            fd, data = self._waiting.popleft()
-            # A pipe that takes anything takes so much without blocking us.
-            while self._waiting and self._waiting[0][0] == fd and len(data) < select.PIPE_BUF:
-                data += self._waiting.popleft()[1]
-            try:
-                written = os.write(fd, data[: select.PIPE_BUF])
-            except BlockingIOError:  # somebody else made it non-blocking
-                written = 0
-            except OSError as error:
-                raise OutputLost(error) from None
-            self._size -= written
-            if written < len(data):
-                self._waiting.appendleft((fd, data[written:]))
-            if written == 0:
-                return
-
-    def forget(self) -> None:
-        """An attempt is over, and nobody wants to see what still waits."""
-        self._waiting.clear()
-        self._size = 0
-        self._errors.clear()
-
-    def first_with(self, error: bytes, name: str) -> str:
-        """Who showed this very error first."""
-        if len(self._errors) > 1000:  # a job that logs errors all day
-            self._errors.clear()
-        return self._errors.setdefault(error, name)
-
-
-def _takes(fd: int, within: float = 0.0) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(within * 1e3))
 
 
 class Stream:
@@ -160,7 +65,9 @@ class Stream:
             # A progress bar draws over itself. Each state as a line of its own would flood the screen.
             drawn, _, rest = self._rest.rpartition(b"\r")
             state, now = _last_state(drawn), time.monotonic()
-            if state and now - self._bar_shown >= BAR_EVERY:
+            if state and self._shown and self._screen.live:
+                self._screen.bar(self._name, state)
+            elif state and now - self._bar_shown >= BAR_EVERY:
                 self._bar, self._bar_shown = state, now
                 self._line(state)
             self._rest = state + b"\r" + rest
@@ -198,6 +105,8 @@ class Stream:
     def _whole(self, line: bytes) -> None:
         line = line.removesuffix(b"\r")
         text = _last_state(line) if b"\r" in line else line
+        if b"\r" in line:
+            self._screen.bar(self._name, b"")
         if not self._bar or text != self._bar:  # else it was shown while it was drawn
             self._line(text)
         self._bar = b""

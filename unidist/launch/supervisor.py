@@ -20,9 +20,10 @@ from unidist.control import Beat, Cause
 from unidist.errors import LaunchError
 from unidist.launch import processes as system
 from unidist.launch import report
-from unidist.launch.output import Output, OutputLost, Screen, Stream
+from unidist.launch.output import Output, Stream
 from unidist.launch.plan import Process, inherited
 from unidist.launch.report import Failure
+from unidist.launch.screen import OutputLost, Screen, Standing
 from unidist.launch.signals import Signals
 
 TICK = 0.25  # how often to look at what is no event: heartbeats, deadlines
@@ -105,7 +106,8 @@ class Supervisor:
             try:
                 self._start()
                 self.started()
-                outcome = self._watch()
+                outcome = self._watch(Standing())
+                self.screen.status("")
             except OutputLost as lost:
                 outcome = Outcome(lost.exit_code, str(lost))
             finally:
@@ -126,6 +128,8 @@ class Supervisor:
 
     def _start(self) -> None:
         base = inherited()
+        if self.screen.live:
+            base["UNIDIST_TERMINAL"] = "1"
         end_with_parent = system.EndWithParent()
         for process, streams in zip(self.plan, self._output.streams, strict=True):
             try:
@@ -146,7 +150,7 @@ class Supervisor:
 
     # -- watching ----------------------------------------------------------------------------------------------
 
-    def _watch(self) -> Outcome:
+    def _watch(self, standing: Standing) -> Outcome:
         while True:
             self._events(TICK)
             if self.signals.received:
@@ -155,10 +159,12 @@ class Supervisor:
                 return self._failed()
             if all(child.code == 0 for child in self._running if child.process.is_worker):
                 return self._well_done()
-            if self.timeout:
+            if self.timeout or self.screen.live:
                 living = self._alive(self.beats() if self.beats else {})
-                if self._is_stuck(living, self.timeout):
+                if self.timeout and self._is_stuck(living, self.timeout):
                     return self._hung(living, self.timeout)
+                if not self._unheard(living):
+                    self.screen.status(standing.line([beat for beat in living if beat.role == "worker"]))
 
     def _alive(self, beats: dict[str, Beat]) -> list[Beat]:
         living = {(child.process.role, child.process.rank) for child in self._running if child.code is None}

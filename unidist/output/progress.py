@@ -143,14 +143,14 @@ class Progress:
             parts.append(f"{self.steps} steps")
         parts += [f"{name} {_short(name, value)}" for name, value in self._values.items()]
         if self.samples:
-            parts.append(f"{_scaled((self.samples - samples_then) / seconds)} samples/s")
+            parts.append(f"{scaled((self.samples - samples_then) / seconds)} samples/s")
         else:
-            parts.append(f"{_scaled((self.steps - steps_then) / seconds)} steps/s")
+            parts.append(f"{scaled((self.steps - steps_then) / seconds)} steps/s")
         if last:
-            parts.append(f"in {_duration(self._now - self._begin)}")
+            parts.append(f"in {duration(self._now - self._begin)}")
         elif self._total and self.steps > steps_then:
             left = max(self._total - self.steps, 0) * seconds / (self.steps - steps_then)
-            parts.append(f"{_duration(left)} left")
+            parts.append(f"{duration(left)} left")
         return "  ".join(parts)
 
     def _put(self, text: str) -> None:
@@ -163,6 +163,8 @@ class Progress:
 
 def _is_terminal(stream: TextIO) -> bool:
     try:
+        if stream is sys.stderr and os.environ.get("UNIDIST_TERMINAL"):
+            return True  # the launcher has one, and draws our line there
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
         return False
@@ -173,14 +175,14 @@ def _short(name: str, value: Any) -> str:
     return str(shown) if isinstance(shown, int) else f"{shown:.4g}"
 
 
-def _scaled(rate: float) -> str:
+def scaled(rate: float) -> str:
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= factor:
             return f"{rate / factor:.3g}{unit}"
     return f"{rate:.3g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
