@@ -270,13 +270,13 @@ def gradients_changed_in_a_group(strategy: unidist.Strategy) -> dict[str, str]:
 
 
 def memory_of_steps_that_nobody_waits_for(strategy: unidist.Strategy) -> tuple[int, int]:
-    """Pages after 200 and after 2,200 steps."""
+    """Pages after 400 and after 6,400 steps."""
     from unidist_oneflow import zoo
 
     model, optimizer = strategy.prepare(mlp(strategy), unidist.SGD(0.1))
     step = strategy.train_step(model, optimizer, zoo.cross_entropy)
     batch, held = own_batch(strategy, 0), []
-    for steps in (200, 2000):
+    for steps in (400, 6000):
         for _ in range(steps):
             step(*batch)
         held.append(int(Path("/proc/self/statm").read_text().split()[1]))

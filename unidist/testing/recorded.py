@@ -23,21 +23,21 @@ class Recorded:
     def __init__(self, case: Case, accumulate: int = 1, loss_fn: Callable[..., Any] | None = None) -> None:
         self.case, self._accumulate = case, accumulate
         self.model, self.optimizer = case.strategy.prepare(case.mlp(), SGD(RATE), accumulate=accumulate)
-        self._step = case.strategy.train_step(self.model, self.optimizer, loss_fn or case.zoo.cross_entropy)
-        self._rows: list[tuple[Array, Array]] = []
+        self.step = case.strategy.train_step(self.model, self.optimizer, loss_fn or case.zoo.cross_entropy)
+        self.rows: list[tuple[Array, Array]] = []
 
     def __call__(self, x: Any, y: Any, *, real: int | None = None, times: int = 1, **how: Any) -> Any:
         """`real` rows of the batch are samples; each counts `times`."""
         self.remember(x, y, real, times)
-        return self._step(x, y, **how)
+        return self.step(x, y, **how)
 
     def remember(self, x: Any, y: Any, real: int | None = None, times: int = 1) -> None:
         rows = (np.repeat(self.case.backend.to_numpy(array)[:real], times, axis=0) for array in (x, y))
-        self._rows.append(tuple(rows))  # type: ignore[arg-type]
+        self.rows.append(tuple(rows))  # type: ignore[arg-type]
 
     def is_serial(self, groups: Iterable[int] | None = None) -> None:
         """Compare with one process that makes an update of the rows of all ranks in each group of so many steps."""
-        steps = len(self._rows)
+        steps = len(self.rows)
         if groups is None:
             groups = [self._accumulate] * (steps // self._accumulate)
         serial, begin = reference.Serial(reference.weights(), SGD(RATE)), 0
@@ -52,11 +52,11 @@ class Recorded:
 
     def gather(self) -> list[list[tuple[Array, Array]]]:
         """What every rank has remembered; their batches differ in size, so they travel padded."""
-        gather, counts = self.case.strategy.all_gather, np.array([len(y) for _, y in self._rows])
+        gather, counts = self.case.strategy.all_gather, np.array([len(y) for _, y in self.rows])
         counts_of_all = gather(counts)
         longest = max(int(each.max()) for each in counts_of_all)
-        x = np.stack([np.pad(x, ((0, longest - len(x)), (0, 0))) for x, _ in self._rows])
-        y = np.stack([np.pad(y, (0, longest - len(y))) for _, y in self._rows])
+        x = np.stack([np.pad(x, ((0, longest - len(x)), (0, 0))) for x, _ in self.rows])
+        y = np.stack([np.pad(y, (0, longest - len(y))) for _, y in self.rows])
         together = zip(counts_of_all, gather(x), gather(y), strict=True)
         return [
             [(xs[step, :count], ys[step, :count]) for step, count in enumerate(counts)] for counts, xs, ys in together

@@ -61,10 +61,10 @@ class Serial:
         if clip_norm is not None:
             norm = np.sqrt(sum((g**2).sum() for g in gradients))
             gradients = [g * min(1.0, clip_norm / (norm + 1e-6)) for g in gradients]
-        self._apply(gradients)
+        self.apply(gradients)
         return loss
 
-    def _apply(self, gradients: list[Array]) -> None:
+    def apply(self, gradients: list[Array]) -> None:
         spec, rate = self._spec, self._spec.rate(self._updates)
         self._updates += 1
         for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 WORK = 0.5  # seconds of it that may wait
-LEAST, MOST = 4, 64  # steps that may wait, however long they take
+LEAST, MOST = 4, 128  # steps that may wait, however long they take
 # The part of a full queue that is waited for before the engine is told more; the rest keeps it busy meanwhile. Where
 # Python and the engine share a core, short turns of each take longer than long ones: against no bound at all, waiting
 # for half of 64 steps took 1.38 times as long on a busy machine, and waiting for this part of a queue that was twice as

@@ -35,7 +35,7 @@ def told_weight_of_a_rank_without_samples(case: Case) -> None:
     train.is_serial()
     batches = list(loader_of(case, batches=1, tail="pad"))
     with refused(UsageError, "padding"):
-        train._step(*batches[1], weight=int(batches[1][0].shape[0]))
+        train.step(*batches[1], weight=int(batches[1][0].shape[0]))
 
 
 @check
@@ -45,7 +45,7 @@ def padding_that_was_multiplied_is_refused(case: Case) -> None:
     train(*batches[0])
     twice = [case.backend.from_numpy(np.concatenate([case.backend.to_numpy(batch)] * 2)) for batch in batches[1]]
     with refused(UsageError, "weight"):
-        train._step(*twice)
+        train.step(*twice)
 
 
 @check
@@ -96,7 +96,7 @@ def training_batch_that_is_read_during_an_evaluation(case: Case) -> None:
         resumed.load_state(loader.state())
         assert (case.backend.to_numpy(next(iter(resumed))[0]) == case.backend.to_numpy(batches[0][0])).all()
         for x, y in [*batches, *reading]:
-            train(x, y, real=reals[len(train._rows) % 3])
+            train(x, y, real=reals[len(train.rows) % 3])
     train.is_serial()
     reading = iter(loader)
     with case.strategy.evaluate(train.model):
@@ -106,4 +106,4 @@ def training_batch_that_is_read_during_an_evaluation(case: Case) -> None:
     for x, y in batches[:-1]:
         train(x, y)
     with refused(UsageError, "padding"):
-        train._step(*(batch * 1 for batch in batches[-1]))
+        train.step(*(batch * 1 for batch in batches[-1]))

@@ -113,7 +113,7 @@ def batches_of_two_loaders_in_one_step(case: Case) -> None:
             rows = [rank[m] for rank in everyone for m in (n, n + 1)]
             x, y = (np.concatenate([row[part] for row in rows]) for part in (0, 1))
             _, gradients = serial.loss_and_gradients(x, y)
-            serial._apply([gradient * len(y) for gradient in gradients])
+            serial.apply([gradient * len(y) for gradient in gradients])
         case.close_to_serial(model, serial)
 
 
@@ -127,8 +127,8 @@ def told_weight_of_padding_that_was_changed_is_refused(case: Case) -> None:
     x, y = (batch * 1 for batch in batches[1])
     for how in ({"weight": int(x.shape[0])}, {}):
         with refused(UsageError, "padding", "tail='drop'", "weight=0"):
-            train._step(x, y, **how)
-    train._step(x, y, weight=0)
+            train.step(x, y, **how)
+    train.step(x, y, weight=0)
     train.is_serial()
 
 
@@ -143,7 +143,7 @@ def weight_that_is_a_tensor(case: Case) -> None:
         train(x, y, weight=case.backend.from_numpy(np.ones(int(x.shape[0]), np.float32)).sum())
     train.is_serial()
     with refused(UsageError, "weight"):
-        train._step(x, y, weight=x)
+        train.step(x, y, weight=x)
 
 
 @check

@@ -210,7 +210,7 @@ def weight_that_is_told(case: Case) -> None:
         train.is_serial()
     for wrong in (-1, "many", float("nan")):
         with refused(UsageError, "weight"):
-            train._step(*own_rows(case, 0), weight=wrong)
+            train.step(*own_rows(case, 0), weight=wrong)
 
 
 @check
@@ -249,7 +249,7 @@ def end_of_a_pass_that_cannot_be_seen_is_refused(case: Case) -> None:
             train(x * 1.0, y * 1)
             del x, y
     with refused(StateError, "flush"):
-        train._step(*own_rows(case, 0))
+        train.step(*own_rows(case, 0))
 
 
 @check
