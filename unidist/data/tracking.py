@@ -72,11 +72,17 @@ class Pass:
         number, steps = self.walks.setdefault(user, [1, 0])
         in_turn = info.number == steps
         steps += 1
-        ends = self.complete and steps == self.steps
-        if info.last and not ends:
+        # Where there are as many steps as batches, and some batches are left, several steps are made of one: then it
+        # cannot be seen which step is the last.
+        ends = False
+        if steps <= self.steps and (info.last or (self.complete and steps == self.steps)):
             ends = not any(entry.uses.get(user, 0) < number for entry in self.held())
         self.walks[user] = [number + 1, 0] if ends else [number, steps]
         return ends, in_turn
+
+    def unending(self, user: int) -> bool:
+        """Whether it has been read to its end, and where the steps of its batches end cannot be seen."""
+        return self.complete and self.walks.get(user, [1, 0])[1] >= self.steps
 
     def waiting(self) -> list[Place]:
         """Where batches begin that no step was made of, and that somebody holds."""
@@ -122,6 +128,7 @@ class BatchInfo(NamedTuple):
     last: bool  # it ends the pass
     even: bool  # every rank holds the same number of samples
     begins_at: Place
+    shown: bool = True  # its arrays have as many rows as it has samples, or a fixed number for each
 
     @property
     def padded(self) -> bool:
@@ -161,6 +168,7 @@ class Tracker:
 
     def hand_out(self, info: BatchInfo, batch: Any) -> None:
         arrays = arrays_of(batch)
+        info = info._replace(shown=_shows(arrays, info.rows))
         tracked = _Tracked(info, arrays, count=len(arrays))
         info.origin.complete = info.origin.complete or info.last
         with self._lock:
@@ -238,6 +246,23 @@ class Tracker:
             and (entry.info.origin.loader() is not None or not entry.released)
         ]
 
+    def padding_about(self, arrays: Sequence[Any]) -> list[BatchInfo]:
+        """Batches with padding that these arrays, which are unknown, may have been made of, beside those that are
+        outstanding: used as they were, too, and still held; or read in a pass whose results nobody has asked for, as to
+        compute features from them."""
+        with self._lock:
+            special = list(self._special)
+        rows = {int(array.shape[0]) for array in arrays}
+        return [
+            entry.info
+            for entry in special
+            if entry.info.padded
+            and entry.info.rows in rows
+            and not entry.info.origin.gathered
+            and not (entry.info.origin.trained and not entry.uses)
+            and (not entry.released or (not entry.uses and entry.info.origin.loader() is not None))
+        ]
+
     def lost_end(self) -> bool:
         """Whether, since the last call, the last batch of a training pass went without a step of its own: it was
         changed, or left out."""
@@ -251,6 +276,18 @@ class Tracker:
         for entry in lost:
             entry.noticed = True
         return bool(lost)
+
+
+def _shows(arrays: Sequence[Any], rows: int) -> bool:
+    """Whether the arrays that were made of so many samples still show how many they are: a collate function may have
+    dropped some, or have joined what comes in other numbers. Several rows for each sample, and sequences with time in
+    the first axis, are fine."""
+    first = [int(array.shape[0]) for array in arrays]
+    return (
+        not arrays
+        or any(length and length % rows == 0 for length in first)
+        or all(len(array.shape) > 1 and int(array.shape[1]) == rows for array in arrays)
+    )
 
 
 def refuse_mixed_padding(infos: Sequence[BatchInfo]) -> None:
@@ -275,12 +312,16 @@ def refuse_unequal_shares(infos: Sequence[BatchInfo], of_ranks: bool, of_groups:
         )
 
 
+def rows_said(arrays: Sequence[Any]) -> str:
+    return ", ".join(map(str, sorted({int(array.shape[0]) for array in arrays})))
+
+
 def rows_of(arrays: Sequence[Any]) -> int:
     """How many samples a batch of these arrays holds."""
     lengths = {int(array.shape[0]) for array in arrays}
     if len(lengths) > 1:
         raise UsageError(
-            f"the arrays of this batch have {', '.join(map(str, sorted(lengths)))} rows, so the number of samples that "
+            f"the arrays of this batch have {rows_said(arrays)} rows, so the number of samples that "
             "the loss is the mean of cannot be seen: say it, as in step(…, weight=len(x))"
         )
     return lengths.pop()

@@ -10,7 +10,7 @@ from unidist.backend import MicroBatch, Update
 from unidist.optim import OptimizerSpec
 
 if TYPE_CHECKING:
-    from unidist.data.tracking import BatchInfo
+    from unidist.data.tracking import BatchInfo, Pass
     from unidist.training.drift import DriftCheck
 
 Reduction = Literal["mean", "sum"]  # what a loss is, of its samples
@@ -67,6 +67,7 @@ class Schedule:
         self.stale = False  # gradients of a group that was given up are still there
         self.updates = 0
         self.last_loss: Any = None  # that was given back, by a whole step
+        self.last_pass: Pass | None = None  # over a loader, that a batch came from
 
     @property
     def in_group(self) -> bool:

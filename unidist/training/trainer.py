@@ -69,9 +69,19 @@ class Trainer:
         if not schedule.in_group and (schedule.stale or len(self.prepared) > 1):
             self.backend.clear_gradients(model)
             schedule.stale = False
-        ends, in_turn = (False, False) if info is None else info.origin.walk(id(schedule), info)
+        ends, in_turn = (False, False) if info is None else self._walk(schedule, info)
         largest = partial(self.weighing.compare_first, schedule, info is not None, told)
         return schedule.plan(samples, info, largest, reduction, told=told, last=ends, in_turn=in_turn)
+
+    def _walk(self, schedule: Schedule, info: BatchInfo) -> tuple[bool, bool]:
+        before, schedule.last_pass = schedule.last_pass, info.origin
+        if schedule.in_group and before is not None and before is not info.origin and before.unending(id(schedule)):
+            raise StateError(
+                f"several steps were made of one batch, so the last one of a pass could not be seen, and a group of "
+                f"{schedule.place} batches is incomplete: call flush(model, optimizer) after the loop, which makes the "
+                "update of such a group"
+            )
+        return info.origin.walk(id(schedule), info)
 
     def _nothing(self, loss: Any) -> Any:
         """What a rank without samples adds to the global loss. (0 times a loss that is not a number would not be 0.)"""

@@ -11,7 +11,7 @@ from typing import Any
 from unidist.backend import Backend
 from unidist.control.watch import Watch
 from unidist.data.nested import arrays_of
-from unidist.data.tracking import BatchInfo, Tracker, refuse_mixed_padding, refuse_unequal_shares, rows_of
+from unidist.data.tracking import BatchInfo, Tracker, refuse_mixed_padding, refuse_unequal_shares, rows_of, rows_said
 from unidist.errors import RanksMissing, UsageError
 from unidist.training.accumulation import Reduction, Schedule
 
@@ -58,6 +58,17 @@ class Weighing:
         counts = reduction == "mean" and (schedule.exchanges or not schedule.single)
         say = "step(…, weight=n)" if whole else "backward(loss, weight=n)"
         if info is not None:
+            if 0 < info.real < info.rows and not any(int(array.shape[0]) == info.rows for array in arrays):
+                raise UsageError(
+                    f"{info.rows - info.real} of the {info.rows} samples of this batch are padding, and no array has "
+                    "the samples in its first axis, so the step cannot leave them out: use tail='keep' or 'drop'"
+                )
+            if counts and not info.shown:
+                raise UsageError(
+                    f"the loader made this batch of {info.rows} samples, and its arrays have {rows_said(arrays)} rows, "
+                    "so the number of samples that the loss is the mean of cannot be seen (a collate function that "
+                    f"leaves samples out?): say {say}"
+                )
             if schedule.exchanges and other_axes not in ([], schedule.other_axes):
                 self._mention_lengths(schedule)
             if whole:
@@ -68,6 +79,12 @@ class Weighing:
                 schedule.axes.add(repr(schedule.other_axes))
             return info, float(info.real)
         schedule.own_batches += 1
+        for about in self.batches.padding_about(arrays):
+            raise UsageError(
+                f"a batch was read, with {about.real} samples in {about.rows} rows on this rank, and this one may have "
+                "been made of it: which of its rows are padding cannot be seen. Change batches inside the loss "
+                f"function, use tail='drop', or say how many samples the loss is the mean of: {say}"
+            )
         # Of an array whose first axis is not the samples' any more, it is another axis that changes with their number.
         for each in self.batches.outstanding():
             _refuse_lost_padding(each)

@@ -2,6 +2,7 @@
 
 from unidist.testing.checks import (
     beside,
+    changed_batches,
     checkpoints,
     checkpoints_alike,
     checkpoints_of_all,
@@ -20,6 +21,7 @@ from unidist.testing.checks import (
 
 __all__ = [
     "beside",
+    "changed_batches",
     "checkpoints",
     "checkpoints_alike",
     "checkpoints_of_all",
