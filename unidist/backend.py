@@ -200,6 +200,10 @@ class Backend(ABC):
     def check_prepare(self, model: Model, optimizer: Optimizer | None) -> None:
         """Refuse what `prepare` could not use. This rank does it alone, before anything is communicated."""
 
+    def check_optimizer(self, model: Model, optimizer: Optimizer) -> None:  # noqa: B027
+        """Before each update: refuse parameters that the optimizer was given since `prepare` and that are not the
+        model's. Nobody would exchange their gradients. What this costs must not grow with the number of parameters."""
+
     @abstractmethod
     def prepare(self, model: Model, optimizer: Optimizer | None, features: Features) -> tuple[Model, Optimizer | None]:
         """Move to the device, make every rank equal to rank 0, arrange for gradients to be averaged.

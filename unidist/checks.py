@@ -76,5 +76,6 @@ def check_own_parameters(held: Sequence[object], own: Iterable[object]) -> None:
     if strangers:
         raise UsageError(
             f"{strangers} of the optimizer's {len(held)} parameters are not the model's: make it from this model's "
-            "parameters(), after any copy or conversion of the model"
+            "parameters(), after any copy or conversion of the model. What else it is to train, such as a learned "
+            "temperature, must be a parameter of the model when prepare() is called"
         )

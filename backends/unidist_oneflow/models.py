@@ -42,6 +42,7 @@ class Prepared:
     faces: Faces | None  # in the consistent view
     update: GraphUpdate | None  # likewise
     settled: Settled
+    lengths: list[int]  # of the groups of the optimizer
 
 
 class OneFlowBackend(OneFlowTensors):
@@ -79,6 +80,13 @@ class OneFlowBackend(OneFlowTensors):
         if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
             optimizers.check(optimizer, model)
 
+    def check_optimizer(self, model: Any, optimizer: Any) -> None:
+        """The parameters are only looked at where their number has changed."""
+        prepared, lengths = self._prepared[model], optimizers.lengths(optimizer)
+        if lengths != prepared.lengths:
+            optimizers.check_groups(optimizer, prepared.named.values())
+            prepared.lengths = lengths
+
     def prepare(self, model: Any, optimizer: Any, features: Features) -> tuple[Any, Any]:
         if features.sync_batchnorm and self.world.world_size > 1:
             model = batchnorm.convert(model, lambda: self._micro.weight == 0)
@@ -104,8 +112,9 @@ class OneFlowBackend(OneFlowTensors):
                 update = GraphUpdate(optimizer, faces)
         if optimizer is not None:
             gradients = FlatGradients(named, self.device, self.world.world_size, features)
+        lengths = [] if optimizer is None else optimizers.lengths(optimizer)
         settled = Settled(dict(model.named_parameters()), own, gradients)
-        self._prepared[model] = Prepared(own, gradients, faces, update, settled)
+        self._prepared[model] = Prepared(own, gradients, faces, update, settled, lengths)
         return model, optimizer
 
     def _check_dtypes(self, model: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,17 @@ def check(optimizer: Any, model: Any) -> None:
         raise UsageError(
             f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or an oneflow.optim one"
         )
+    check_groups(optimizer, model.parameters())
+
+
+def check_groups(optimizer: Any, own: Iterable[Any]) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group.parameters]
-    check_own_parameters(held, model.parameters())
+    check_own_parameters(held, own)
+
+
+def lengths(optimizer: Any) -> list[int]:
+    """How many parameters each of its groups holds."""
+    return [len(group.parameters) for group in optimizer.param_groups]
 
 
 def guard(optimizer: Any, allowed: Callable[[Any], bool]) -> None:

@@ -42,5 +42,9 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
             f"{type(optimizer).__name__} computes the loss several times in a step, by a closure, and a step here "
             "computes it once: pass an optimizer whose step() needs none, such as SGD or AdamW"
         )
+    check_groups(optimizer, model)
+
+
+def check_groups(optimizer: Any, model: Any) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     check_own_parameters(held, model.parameters())

@@ -9,6 +9,11 @@ import torch
 
 from unidist.plugin import StateError
 
+SHARED = (
+    "two prepared models share parameters, and one of them is in the middle of an accumulation group: finish its group "
+    "before a step of the other, or prepare them without accumulate="
+)
+
 
 class Held:
     """Remembers all gradients after each backward, by object and version, to see whether anybody has touched one."""

@@ -29,15 +29,10 @@ from unidist.plugin import (
 from unidist_torch import batchnorm, generators, loading, optimizer_state
 from unidist_torch.checks import check_model, check_optimizer, check_parameters
 from unidist_torch.devices import pick_device
-from unidist_torch.held import Held
+from unidist_torch.held import SHARED, Held
 from unidist_torch.hooks import InputHook, adding_nothing
 from unidist_torch.specs import native_optimizer
 from unidist_torch.step_guard import StepGuard
-
-SHARED = (
-    "two prepared models share parameters, and one of them is in the middle of an accumulation group: finish its group "
-    "before a step of the other, or prepare them without accumulate="
-)
 
 
 class TorchModels(Backend):
@@ -90,6 +85,9 @@ class TorchModels(Backend):
                 raise UsageError("the model has no parameter that requires a gradient: nothing to optimize")
         elif optimizer is not None:
             check_optimizer(optimizer, model)
+
+    def check_optimizer(self, model: Any, optimizer: Any) -> None:
+        self._guard.check_groups(optimizer, model)
 
     def ready(
         self, model: Any, optimizer: Any, features: Features, all_reduce: Callable[[Any], Any] | None = None

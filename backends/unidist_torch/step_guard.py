@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unidist.plugin import StateError
+from unidist_torch.checks import check_groups
 
 STEPPED = (
     "optimizer.step() was called directly, for parameters of a prepared model, so this rank would go its own way: give "
@@ -25,6 +26,8 @@ class StepGuard:
         self._stepping: Any = None  # the optimizer whose step is ours
         self._equal: weakref.WeakSet[Any] = weakref.WeakSet()  # models that are to stay equal on all ranks
         self._unrelated: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that hold no parameter of these
+        # How many parameters each group of a prepared optimizer holds.
+        self._lengths: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._hook: Any = None  # sees the steps of all optimizers
         self._closed = False
 
@@ -45,6 +48,15 @@ class StepGuard:
     def watch(self, optimizer: Any) -> None:
         """An optimizer that was prepared."""
         optimizer.register_step_pre_hook(self._refuse)
+        self._lengths[optimizer] = _lengths(optimizer)
+
+    def check_groups(self, optimizer: Any, model: Any) -> None:
+        """Refuse what add_param_group has brought that is not of the model. The parameters are only looked at where
+        their number has changed."""
+        lengths = _lengths(optimizer)
+        if lengths != self._lengths[optimizer]:
+            check_groups(optimizer, model)
+            self._lengths[optimizer] = lengths
 
     def keep_equal(self, model: Any) -> None:
         """Any optimizer that holds parameters of this model would part the ranks."""
@@ -67,3 +79,7 @@ class StepGuard:
         if any(id(parameter) in held for model in self._equal for parameter in model.parameters()):
             raise StateError(STEPPED)
         self._unrelated.add(optimizer)
+
+
+def _lengths(optimizer: Any) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

@@ -105,6 +105,11 @@ class SpelledOut:
         self._trainer.check_clip(clip_norm)
         self._open = None
         if plan.closes:
+            try:
+                self._trainer.backend.check_optimizer(model, optimizer)
+            except UsageError:
+                prepared.schedule.give_up(prepared.schedule.updates)
+                raise
             self._trainer.backend.apply(model, optimizer, prepared.schedule.update(plan, clip_norm))
             self._trainer.watch.stepped()
             self._trainer.after_update(model, prepared.schedule, plan, prepared.drift)

@@ -187,6 +187,7 @@ class Trainer:
                 return make(batch, weight)
 
         def make(batch: tuple[Any, ...], weight: Any) -> Any:
+            self.backend.check_optimizer(model, optimizer)
             info, samples = self.weighing.weigh(schedule, batch, weight, reduction, whole=True)
             if info is not None and 0 < info.real < info.rows:
                 batch = cut(batch, info.rows, info.real)
@@ -220,6 +221,7 @@ class Trainer:
         self.weighing.batches.lost_end()  # it has been seen to
         if not schedule.in_group:
             return False
+        self.backend.check_optimizer(model, optimizer)
         plan = schedule.close_group(self._total)
         if plan.micro.sync:
             with self.watch.within("average gradients"):

@@ -7,7 +7,7 @@ import numpy as np
 from unidist.errors import StateError, UsageError
 from unidist.optim import SGD
 from unidist.testing import reference
-from unidist.testing.case import Case, check, refused
+from unidist.testing.case import Case, DoesNotApply, check, refused
 from unidist.testing.checks.beside import batch
 from unidist.testing.recorded import RATE, Recorded, own_rows
 
@@ -118,6 +118,44 @@ def rows_taken_of_some_arrays_only(case: Case) -> None:
         with refused(UsageError, "weight=n"):
             step(a[:rows], b[:rows], i)
         step(a * 1.0, b, i)
+
+
+@check
+def parameters_given_to_the_optimizer_after_prepare(case: Case) -> None:
+    """By add_param_group. Those of the model are trained; of others, nobody would exchange the gradients."""
+    case.requires("native_optimizer")
+    net, strategy = case.mlp(), case.strategy
+    native = case.zoo.native_sgd(net, RATE)
+    if not hasattr(native, "add_param_group"):
+        raise DoesNotApply(f"a {type(native).__name__} has no add_param_group")
+    first, *others = net.parameters()
+    model, optimizer = strategy.prepare(net, type(native)([first], lr=RATE), accumulate=2)
+    optimizer.add_param_group({"params": others})
+    step = strategy.train_step(model, optimizer, case.zoo.cross_entropy)
+    x, y = reference.data(8 * case.backend.devices * case.size)
+    loader = strategy.loader((x, y), per_device_batch=4)
+    for a, b in loader:
+        step(a, b)
+    serial = reference.Serial(reference.weights(), SGD(RATE))
+    serial.step(x, y)
+    case.close_to_serial(model, serial)
+
+    strangers, said = list(case.mlp().parameters()), "must be a parameter of the model"
+    step(*batch(case))
+    if strategy.capabilities.spelled_out is True:
+        with strategy.forward(model):
+            loss = case.zoo.cross_entropy(model, *batch(case))
+        strategy.backward(loss)
+        optimizer.add_param_group({"params": strangers})
+        with refused(UsageError, said):
+            strategy.step(optimizer)
+    else:
+        optimizer.add_param_group({"params": strangers})
+        with refused(UsageError, said):
+            strategy.flush(model, optimizer)
+    with refused(UsageError, said):
+        step(*batch(case))
+    case.close_to_serial(model, serial)
 
 
 @check
