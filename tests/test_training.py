@@ -158,3 +158,14 @@ def test_what_differs_at_the_end_is_told_unless_it_is_rounding():
     assert said_at_the_end(weights, np.nextafter(weights, np.float32(9))) == ""
     assert "model 1" in said_at_the_end(weights, weights + np.float32(0.01) * (np.arange(1000) == 7))
     assert "model 1" in said_at_the_end(weights, weights[::-1])
+
+
+def test_sums_and_means_do_not_make_one_update():
+    schedule = Schedule(unidist.SGD(0.1), 2, exchanges=True, ranks=2)
+    for first, second in (("mean", "sum"), ("sum", "mean")):
+        for reduction in (first, first, second, second, first):  # a group may be of either kind
+            schedule.check_reduction(reduction)
+            schedule.plan(4.0, None, largest, reduction)
+        with pytest.raises(UsageError, match="flush"):
+            schedule.check_reduction(second)
+        schedule.give_up(0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from unidist.backend import MicroBatch, Update
+from unidist.errors import UsageError
 from unidist.optim import OptimizerSpec
 
 if TYPE_CHECKING:
@@ -82,6 +83,16 @@ class Schedule:
     @property
     def place(self) -> str:
         return f"{self._micro} of {self._every}"
+
+    def check_reduction(self, reduction: Reduction) -> None:
+        """One factor makes the update of a whole group: for a sum it is another one than for a mean."""
+        if self.in_group and self._summed != (reduction == "sum"):
+            before = "sum" if self._summed else "mean"
+            raise UsageError(
+                f"reduction={reduction!r} in a group of accumulated batches that was begun with {before!r} (it holds "
+                f"{self.place}), and no update is the mean of some losses and the sum of others: let all losses of a "
+                "group be of one kind, or end the group first, with flush(model, optimizer)"
+            )
 
     def plan(
         self,

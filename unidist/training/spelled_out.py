@@ -82,6 +82,7 @@ class SpelledOut:
         try:
             check_scalar(loss)
             check_reduction(reduction)
+            schedule.check_reduction(reduction)
             info, samples = self._trainer.weighing.weigh(schedule, opened.batch, weight, reduction, False, opened.infos)
             model = opened.prepared.model()
             with self._trainer.apart_from_others(model):

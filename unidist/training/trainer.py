@@ -188,6 +188,7 @@ class Trainer:
 
         def make(batch: tuple[Any, ...], weight: Any) -> Any:
             self.backend.check_optimizer(model, optimizer)
+            schedule.check_reduction(reduction)
             info, samples = self.weighing.weigh(schedule, batch, weight, reduction, whole=True)
             if info is not None and 0 < info.real < info.rows:
                 batch = cut(batch, info.rows, info.real)

@@ -233,6 +233,26 @@ def loss_that_is_a_sum(case: Case) -> None:
 
 
 @check
+def sums_and_means_in_one_group_are_refused(case: Case) -> None:
+    """No factor of the update fits both. The group stays as it was."""
+    train = Recorded(case, accumulate=2)
+    summed = case.strategy.train_step(train.model, train.optimizer, case.zoo.cross_entropy, reduction="sum")
+    train(*own_rows(case, 0))
+    with refused(UsageError, "'sum'", "flush("):
+        summed(*own_rows(case, 0))
+    train(*own_rows(case, 1))
+    train.is_serial()
+    summed(*own_rows(case, 0))
+    with refused(UsageError, "'mean'", "flush("):
+        train.step(*own_rows(case, 0))
+    if case.strategy.capabilities.spelled_out is True:
+        with case.strategy.forward(train.model):
+            loss = case.zoo.cross_entropy(train.model, *own_rows(case, 0))
+        with refused(UsageError, "'mean'", "flush("):
+            case.strategy.backward(loss)
+
+
+@check
 def end_of_a_pass_that_cannot_be_seen_is_refused(case: Case) -> None:
     """An incomplete group whose last batch was changed: `flush` makes its update."""
     train, loader = Recorded(case, accumulate=3), loader_of(case, batches=3, rest=0, tail="drop")
