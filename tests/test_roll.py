@@ -193,6 +193,38 @@ def test_all_that_end_without_closing_may_end_as_they_like() -> None:
     assert let_go == ["exits", "exits"]
 
 
+def test_who_ends_after_fewer_steps_than_one_that_has_ended_is_named() -> None:
+    """The others have queued steps that it will never join."""
+    job, let_go = Job(2), list[str]()
+    job.roll.exits(0, 40)
+    job.roll.outlasts(0, 0, let_go.append)
+    assert job.announced == []  # rank 1 may be on its way
+    job.roll.exits(1, 5)
+    assert [cause.rank for cause in job.announced] == [1]
+    assert let_go == ["failed"]
+
+
+def test_who_is_killed_at_its_end_is_missed_by_those_who_wait_for_all() -> None:
+    job, let_go = Job(3), list[str]()
+    for rank in (0, 1):
+        job.roll.exits(rank, 7)
+        job.roll.outlasts(rank, 0, let_go.append)
+    job.roll.lose(0)
+    assert [cause.rank for cause in job.announced] == [0]
+    assert let_go == ["failed"]
+
+
+def test_who_was_let_go_is_not_missed() -> None:
+    job, let_go = Job(2), list[str]()
+    for rank in (0, 1):
+        job.roll.exits(rank, 7)
+        job.roll.outlasts(rank, 0, let_go.append)
+    job.roll.lose(0)
+    job.roll.lose(1)
+    assert let_go == ["exits", "exits"]
+    assert job.announced == []
+
+
 def test_a_real_error_comes_before_one_that_was_caught() -> None:
     job = Job(2)
     job.gives_up(0, 7)

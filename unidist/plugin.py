@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from unidist.bench.launch import Start, natively_or_by_strategy, ranks_by_hand
     from unidist.checkpoint import expect
     from unidist.checkpoint.names import check_range, check_tied
-    from unidist.control import Cause, Control, ending
+    from unidist.control import Cause, Control, ending, parting
     from unidist.control.company import Company, WentOn
     from unidist.control.host import Host
     from unidist.control.lifeline import Lifeline, end_process, say
@@ -94,7 +94,7 @@ _LATE = {
     # lock.
     "unidist.training.pace": ("Pace",),
     "unidist.alike": ("facts",),
-    "unidist.control": ("Cause", "Control", "ending"),
+    "unidist.control": ("Cause", "Control", "ending", "parting"),
     "unidist.control.company": ("Company", "WentOn"),
     "unidist.control.host": ("Host",),
     "unidist.control.lifeline": ("Lifeline", "end_process", "say"),
@@ -201,6 +201,7 @@ __all__ = [
     "natively_or_by_strategy",
     "network",
     "number_in",
+    "parting",
     "ranks_by_hand",
     "say",
     "single_row",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unidist import registry
 from unidist._version import __version__
 from unidist.alike import facts
+from unidist.control import ending
 from unidist.control.watch import Watch
 from unidist.data.results import Results
 from unidist.errors import StateError, UnidistError, UsageError
@@ -76,7 +77,7 @@ class Strategy(Training, Data, Checkpoints, CollectiveCalls, Output):
             raise
         global _latest
         _latest = (os.getpid(), weakref.ref(self))
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._name = plugin.name
         self._bar, self._log_handlers = None, []
         self._results = Results(self._backend, lambda: self._collectives)
@@ -115,6 +116,9 @@ class Strategy(Training, Data, Checkpoints, CollectiveCalls, Output):
 
     def _leave(self, error: BaseException | None) -> None:
         if self._closed:
+            return
+        if os.getpid() != self._process:  # a forked child: the job, its engine and the log files are its parent's
+            ending.note_the_end()
             return
         failed = error is not None
         self._closed = self._trainer.closed = True

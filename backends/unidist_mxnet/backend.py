@@ -44,6 +44,8 @@ class MxnetBackend(MxnetModels):
         )
         if store.distributed:
             self._check_servers()
+            if world.peers is not None:
+                store.outlast(world.peers)
         self.transport = self._describe_transport()
 
     def _check_servers(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 from mxnet.base import _LIB, check_call
 from mxnet.kvstore.base import _ctype_key_value
 
-from unidist.plugin import BackendUnavailable, UsageError, World, ending
+from unidist.plugin import BackendUnavailable, Peers, UsageError, World, end_process, ending, parting
 from unidist_mxnet import MxnetOptions, cluster
 
 TOGETHER = 1 << 18  # numbers that go in one call; what comes first is needed first, and a call has one priority
@@ -62,7 +64,7 @@ class Store:
         if self.compressed:
             self.kv.set_gradient_compression({"type": options.compression, "threshold": options.compression_threshold})
         # At the end of the interpreter the library would wait for ranks that wait for this one.
-        self._shortcut = ending.Shortcut(self._cannot_wait, skipped=(mx.base._notify_shutdown,))
+        self._shortcut = ending.Shortcut(self._cannot_wait, skipped=(mx.base._notify_shutdown, self._at_exit))
         ending.offer(self._shortcut)
 
     # -- keys -------------------------------------------------------------------------------------------------
@@ -144,10 +146,29 @@ class Store:
             ending.note_the_end()
             return
         ending.withdraw(self._shortcut)
+        atexit.unregister(self._at_exit)
         mx.nd.waitall()
         handle, self.kv.handle = self.kv.handle, ctypes.c_void_p()
         check_call(_LIB.MXKVStoreFree(handle))  # now, and not whenever the last reference goes: all leave together
         self.kv = None
+
+    def outlast(self, peers: Peers) -> None:
+        """From now on the end of a script that has not closed its Strategy waits for the other ranks' ends."""
+        self._peers = peers
+        atexit.register(self._at_exit)  # after mxnet's, so it runs before it
+
+    def _at_exit(self) -> None:
+        """Steps may be queued, which need all ranks and the store: MXNet's own way out takes it down beneath them, and
+        waits for ever."""
+        if parting.all_at_their_end(self._peers) != "exits":  # else the store would wait for those who gave up
+            end_process(ending.code())
+        try:
+            mx.nd.waitall()
+        except mx.MXNetError:  # in a step that nobody has read
+            traceback.print_exc()
+            end_process(ending.code() or 1)
+        self._peers.control.on_loss = lambda why: None  # the scheduler, which hosts the meeting, goes with the stores
+        self.close(failed=False)
 
     def _cannot_wait(self, uncaught: BaseException | None) -> bool:
         return self._failed or uncaught is not None

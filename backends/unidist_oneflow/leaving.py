@@ -8,10 +8,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from unidist.plugin import Cause, CommunicationError, Peers, end_process, ending, say
+from unidist.plugin import CommunicationError, Peers, end_process, ending, parting
 from unidist_oneflow.keeper import Keeper
-
-WEEK = 7 * 24 * 3600.0
 
 
 class Leaving:
@@ -42,7 +40,7 @@ class Leaving:
         """An error that nobody caught has been told, and ends the others. One that was caught may not concern them."""
         if self._peers is not None and not self._raised:
             with contextlib.suppress(CommunicationError):
-                if self._outlast(self._peers, code) != "failed":
+                if parting.outlast(self._peers, code) != "failed":
                     self._keeper.dismiss()
 
     def _at_exit(self) -> None:
@@ -50,28 +48,7 @@ class Leaving:
         peers = self._peers
         if self._left or peers is None:
             return
-        peers.control.on_push = _end_with_the_first
-        peers.control.on_loss = lambda why: _end_saying(f"rank {peers.rank} has lost the others ({why})")
-        try:
-            how = self._outlast(peers, 0)
-        except CommunicationError:  # another has failed, and was named
-            end_process(ending.code() or 1)
-        if how == "failed":
-            end_process(ending.code() or 1)
+        how = parting.all_at_their_end(peers)
         self._keeper.dismiss()
         if how != "exits":  # OneFlow would wait for those who gave up
             end_process(ending.code())
-
-    def _outlast(self, peers: Peers, code: int) -> str:
-        """How the ranks end, when all are there: see `Roll.outlasts`."""
-        return str(peers.control.ask("outlast", code=code, patience=WEEK)[0]["how"])
-
-
-def _end_with_the_first(header: dict[str, Any]) -> None:
-    if header["push"] == "failure":
-        _end_saying(str(Cause.from_data(header["cause"])))
-
-
-def _end_saying(why: str) -> None:
-    say(f"unidist: {why}")
-    end_process(ending.code() or 1)

@@ -67,6 +67,20 @@ strategy = unidist.Strategy()
 rank = strategy.rank
 train(strategy)
 """
+IN_A_FUNCTION = """
+def job():
+    train(unidist.Strategy())
+job()
+"""
+FORKED = """
+    child = os.fork()
+    if child == 0:
+        import atexit
+        atexit.register(print, "at exit of a child", flush=True)
+        sys.exit(5)
+    print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    steps(3)
+"""
 
 
 def run(engine: str, folder, strategy: str = CLOSED, **lines: str) -> tuple[int, str]:
@@ -96,6 +110,35 @@ def test_a_strategy_that_is_never_closed(engine, tmp_path):
     code, output = run(engine, tmp_path, NEVER_CLOSED, after="time.sleep(3 * rank)")
     assert code == 0, output
     assert output.count("the end") == 2
+
+
+def test_a_strategy_that_is_never_closed_with_many_steps_queued(engine, tmp_path):
+    """Nobody reads what they compute, and the last reference to the Strategy goes before they are done."""
+    code, output = run(engine, tmp_path, IN_A_FUNCTION, during="steps(20); steps(20)")
+    assert code == 0, output
+    assert output.count("the end") == 2
+
+
+def test_a_strategy_that_is_never_closed_with_fewer_steps_on_one_rank(engine, tmp_path):
+    """Which ends last: by then the others are at their end, too, and wait for what is queued."""
+    fewer = "steps(20)\n    if strategy.rank == 0: steps(20)\n    else: time.sleep(3)"
+    code, output = run(engine, tmp_path, IN_A_FUNCTION, during=fewer)
+    if "async" in engine:  # its workers do not wait for each other
+        return
+    assert code == 1, output
+    assert "worker 1 " in first_cause(output)
+
+
+# Horovod waits in os.fork() until MXNet has finished its steps, and those wait for a thread that waits for MXNet.
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "horovod mxnet"])
+def test_a_child_that_the_script_forks_ends_like_any_other(engine, tmp_path):
+    """Inside a Strategy, by sys.exit(): what the engine does at the end of a process is not the child's to do."""
+    code, output = run(engine, tmp_path, during=FORKED.strip())
+    assert code == 0, output
+    assert output.count("the child ended with 5") == 2, output
+    assert output.count("at exit of a child") == 2, output
+    assert output.count("the end") == 2, output
+    assert not re.search(r"terminate called|SIGABRT", output), output
 
 
 def test_one_rank_closes_its_strategy_early(engine, tmp_path):

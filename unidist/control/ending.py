@@ -2,7 +2,8 @@
 
 After a failure an engine's own way out may wait for ranks that never come. What is Python's is done all the same:
 threads are joined, atexit handlers are called, once, and what was written to files gets there. Then the process ends,
-before anything native is taken down.
+before anything native is taken down. A child that the script has forked ends in the same way: the engine's threads are
+not there, and its own way out would wait for them, or for the other ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Shortcut:
 
 
 _offered: list[Shortcut] = []
-_process = -1  # a forked child ends in its own way
+_process = -1  # that of the Strategy; another one is its forked child
 _traced = False  # since `note_the_end`
 _left_by: BaseException | None = None  # what has left the outermost frame since then
 _last_before: BaseException | None = None  # the uncaught error before, as of an interactive session
@@ -111,27 +112,35 @@ def _install() -> None:
         leave(status)
 
     def shutdown() -> None:
-        if os.getpid() != _process or sys._getframe().f_back is not None:  # multiprocessing calls it and goes on
+        if sys._getframe().f_back is not None:  # multiprocessing calls it and goes on
             join()
             return
         if sys.gettrace() is _trace_no_other:
             sys.settrace(None)
-        needed = [shortcut for shortcut in _offered if shortcut.needed(_uncaught())]
+        forked = os.getpid() != _process
+        needed = [shortcut for shortcut in _offered if forked or shortcut.needed(_uncaught())]
         join()
         if needed:
-            _end(needed)
+            _end(needed, forked)
         _offered.clear()  # a KVStore of MXNet's that outlives the interpreter aborts the process
 
     sys.exit = exit
     threading._shutdown = shutdown  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _end(shortcuts: list[Shortcut]) -> None:
+def _forget_in_child() -> None:
+    """What sys.exit() was told before the fork, and was caught, is not how the child ends."""
+    global _said
+    _said = None
+
+
+def _end(shortcuts: list[Shortcut], forked: bool) -> None:
     ends_with = code()
     for function in (handler for one in shortcuts for handler in one.skipped):
         atexit.unregister(function)
     atexit._run_exitfuncs()
-    for one in shortcuts:
+    for one in [] if forked else shortcuts:  # a child has nothing to tell the other ranks
         with contextlib.suppress(KeyboardInterrupt):  # whoever is tired of waiting
             one.last(ends_with)
     flushing = threading.Thread(target=_flush_all, daemon=True)

@@ -177,10 +177,11 @@ class Roll:
         member = self._members.get(connection)
         if member is None:
             return
+        waited = member.state == "exits" and member.let_go is not None  # else all had come, and it was let go
         member.connected, member.let_go = False, None
         if self.first is not None and (self.first.role, self.first.rank) == (member.role, member.rank):
             self._ended()
-        if member.state == "open":
+        if member.state == "open" or waited:
             self._depart(connection, "lost")
             self._reports.append(_Report(member, _cause(member, LOST)._replace(lost=True)))
             self._settle(member, final=True)
@@ -224,7 +225,10 @@ class Roll:
 
     def _settle(self, member: _Member, final: bool = False) -> None:
         """`final`: it is certain that this one will not go on, and the others cannot without it."""
-        left_alone = any(each.state == "open" and each.group == member.group for each in self._members.values())
+        left_alone = any(
+            each.group == member.group and (each.state == "open" or (each.state == "exits" and each.let_go is not None))
+            for each in self._members.values()
+        )
         if self.first is None and final and left_alone:
             ordered = [report for report in self._ordered() if report.member.group == member.group]
             if ordered:
@@ -261,8 +265,9 @@ class Roll:
             return
         front: dict[str, tuple[int, bool]] = {}
         for each in self._members.values():
-            if each.state == "open":
-                front[each.group] = max((each.together, each.inside), front.get(each.group, (0, False)))
+            if each.state in ("open", "exits"):  # of what has ended, steps may be queued that wait for the others
+                at = each.together, each.inside and each.state == "open"
+                front[each.group] = max(at, front.get(each.group, (0, False)))
         furthest = self._furthest()
         for member in self._members.values():
             if member.state == "open" and member.leaving and not member.missed:
