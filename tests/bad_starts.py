@@ -4,7 +4,8 @@
     python tests/bad_starts.py --write docs/failures.md    runs all of them on all engines, and writes the page
     python tests/bad_starts.py torch                       prints the page of one engine
 
-Every rank ends by itself within the timeout and a few seconds, with one message and no traceback of internals.
+Every rank ends by itself within the timeout and a few seconds, with one error that has one message and
+that the script may catch. There is no native stack.
 """
 
 from __future__ import annotations
@@ -257,8 +258,8 @@ def check(case: Case, backend: str, folder: Path) -> tuple[list[str], list[str]]
 PAGE = """# When a job starts badly
 
 Before an engine starts, all ranks meet and compare what they were told. This page shows how a start by hand most often
-goes wrong, and what each rank says then. Every rank ends within the timeout plus {more:g} seconds, after one message.
-There is no traceback of unidist's internals, and no native stack trace.
+goes wrong, and what each rank says then. Every rank gets one error with one message, within the timeout plus {more:g}
+seconds. A script may catch it; else Python shows it as any other, with a traceback. There is no native stack trace.
 
 The page was written by
 
