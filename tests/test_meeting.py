@@ -124,6 +124,14 @@ def test_two_processes_of_one_rank(init: str) -> None:
         assert "two processes say they are rank 1" in answer["text"]
 
 
+def test_timeouts_differ(init: str) -> None:
+    """The first to lose patience settles it for all, and all say how long that one waited."""
+    for process in [start(init, rank, 3, timeout=timeout) for rank, timeout in ((0, 50), (2, 3))]:
+        answer = result(process)
+        assert answer["error"] == "RanksMissing"
+        assert "within 3 s" in answer["text"]
+
+
 def test_a_rank_is_missing(init: str) -> None:
     for process in [start(init, rank, 3, timeout=2) for rank in (0, 2)]:
         answer = result(process)

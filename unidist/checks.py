@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from unidist.errors import UsageError
 
 INFINITY = float("inf")
+LONGEST_WAIT = 7 * 24 * 3600.0  # seconds; neither Python nor the engines can wait for ever, or for any number of them
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -46,6 +47,12 @@ def check_flag(name: str, value: object) -> None:
 def check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:  # it may be infinite
         raise UsageError(f"{name} is {value!r}, it must be a number above 0")
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """Returns how long to wait; infinitely long is as long as anything here waits."""
+    check_positive(name, value)
+    return float(min(value, LONGEST_WAIT))
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -39,8 +39,8 @@ from unidist.errors import (
     WorldError,
     single_row,
 )
-from unidist.checks import check_choice, check_flag, check_positive, check_whole, is_number, is_whole
-from unidist.checks import check_own_parameters, device_kind
+from unidist.checks import LONGEST_WAIT, check_choice, check_flag, check_positive, check_seconds, check_whole
+from unidist.checks import check_own_parameters, device_kind, is_number, is_whole
 
 # The environment that `unidist setup` builds (`Plugin.recipe`).
 from unidist.setup.recipes import NEEDED, Recipe, SourceBuild, Stage
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from unidist.control.meeting import Meeting
     from unidist.control.peers import Peers
     from unidist.control.protocol import bind, url
-    from unidist.control.requests import LONGEST_WAIT
     from unidist.control.watch import Watch
     from unidist.data import torch_shaped
     from unidist.data.nested import arrays_of, items_of, leaves_of, map_leaves
@@ -100,7 +99,6 @@ _LATE = {
     "unidist.control.lifeline": ("Lifeline", "end_process", "say"),
     "unidist.control.meeting": ("Meeting",),
     "unidist.control.protocol": ("bind", "url"),
-    "unidist.control.requests": ("LONGEST_WAIT",),
     "unidist.control.watch": ("Watch",),
     "unidist.launch.ports": ("holder",),
     "unidist.launch.processes": ("gpus",),
@@ -181,6 +179,7 @@ __all__ = [
     "check_positive",
     "check_range",
     "check_rank",
+    "check_seconds",
     "check_tied",
     "check_whole",
     "detect",

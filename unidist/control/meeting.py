@@ -138,7 +138,7 @@ class Meeting:
                     time.sleep(PAST)
         if "error" in header:
             self._refused = True
-            raise troubles.refusal(header, self._where, self._timeout, self._world, self._roster, self._company.hint)
+            raise troubles.refusal(header, self._where, self._world, self._roster, self._company.hint)
         _met[self._job] = generation
         told = [json.loads(each) for each in ungathered(header, body)]
         return self._met_world(told, header["rank"], scope)
@@ -157,6 +157,7 @@ class Meeting:
             same=self._same,
             wait=wait,
             patience=wait,
+            timeout=self._timeout,
             member=True,
             age=network.process_age(),
             role=self._world.role,

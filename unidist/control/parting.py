@@ -5,14 +5,13 @@ how = all_at_their_end(peers)      in an atexit handler, which runs after the li
 
 from __future__ import annotations
 
+from unidist.checks import LONGEST_WAIT
 from unidist.control import ending
 from unidist.control.causes import Cause
 from unidist.control.lifeline import end_process, say
 from unidist.control.peers import Peers
 from unidist.control.protocol import Header
 from unidist.errors import CommunicationError
-
-WEEK = 7 * 24 * 3600.0
 
 
 def all_at_their_end(peers: Peers) -> str:
@@ -31,7 +30,7 @@ def all_at_their_end(peers: Peers) -> str:
 
 def outlast(peers: Peers, code: int) -> str:
     """How the ranks end, when all are there: see `Roll.outlasts`."""
-    return str(peers.control.ask("outlast", code=code, patience=WEEK)[0]["how"])
+    return str(peers.control.ask("outlast", code=code, patience=LONGEST_WAIT)[0]["how"])
 
 
 def _end_with_the_first(header: Header) -> None:

@@ -6,6 +6,7 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
+from unidist.checks import LONGEST_WAIT
 from unidist.control.causes import LEFT, Cause
 from unidist.control.connection import Connection
 from unidist.control.lineage import MOST, Lineage
@@ -13,8 +14,6 @@ from unidist.control.protocol import BadInput, Header
 from unidist.control.pulses import whole
 from unidist.control.roll import Roll
 from unidist.control.values import Gatherings, Refused, Reply, Timer, Values
-
-LONGEST_WAIT = 7 * 24 * 3600.0
 
 
 class Requests:
@@ -110,7 +109,18 @@ class Requests:
         one.waits[key] = rank
         seats = range(max(0, int(first)), min(size, int(last)))
         rank = self.gatherings.join(
-            key, rank, size, body, same, who, _wait(header), met, seats=seats, meeting=meeting, **words
+            key,
+            rank,
+            size,
+            body,
+            same,
+            who,
+            _wait(header),
+            met,
+            seats=seats,
+            meeting=meeting,
+            timeout=float(header.get("timeout", 0.0)),
+            **words,
         )
         if key in one.waits:
             one.waits[key] = rank

@@ -24,13 +24,11 @@ ADVICE = {
 OTHERWISE = "Install the same version on every host."
 
 
-def refusal(
-    failure: Mapping[str, Any], where: str, timeout: float, world: World, roster: Roster, hint: str
-) -> CommunicationError:
+def refusal(failure: Mapping[str, Any], where: str, world: World, roster: Roster, hint: str) -> CommunicationError:
     """The exception for a meeting that did not come about."""
     match failure["error"]:
         case "missing":
-            return _missing(failure, where, timeout, world, roster, hint)
+            return _missing(failure, where, world, roster, hint)
         case "twice":
             first, second = failure["who"]
             where_from = f"on {first} and on {second}" if first != second else f"both on {first}"
@@ -66,15 +64,13 @@ def refusal(
     return CommunicationError(f"the ranks could not meet at {where}: {failure.get('why', failure['error'])}")
 
 
-def _missing(
-    failure: Mapping[str, Any], where: str, timeout: float, world: World, roster: Roster, hint: str
-) -> RanksMissing:
+def _missing(failure: Mapping[str, Any], where: str, world: World, roster: Roster, hint: str) -> RanksMissing:
     came = {int(rank): host for rank, host in failure["came"].items()}
-    missing = failure["missing"]
+    missing, waited = failure["missing"], failure["waited"]  # the timeout of the first to lose patience
     of = f" of {world.world_size}" if roster.only_workers else ""
     hint = f" {hint}" * any(seat >= world.world_size for seat in missing)
     return RanksMissing(
-        f"{roster.names(missing)}{of} did not come to {where} within {timeout:g} s; {_on_hosts(came, roster)} did. "
+        f"{roster.names(missing)}{of} did not come to {where} within {waited:g} s; {_on_hosts(came, roster)} did. "
         "Was each process started, with the same address and port, and do all see the same number of processes? Look "
         f"at the log of the missing.{hint}{_hint(world)}"
     )

@@ -146,10 +146,12 @@ class Gatherings:
         shape: str = "",
         name: str = "",
         meeting: bool = False,
+        timeout: float = 0.0,
     ) -> int:
         """`same` is compared over the ranks once all are there; a rank of -1 is given the first free one of `seats`.
 
-        `shape` and `name` are for people: how many of each kind are expected, and who this is. Returns the rank.
+        `shape` and `name` are for people: how many of each kind are expected, and who this is; and `timeout`,
+        which is `wait` and what has passed of it before. Returns the rank.
         """
         seats, shape, name = seats or range(size), shape or str(size), f"{name or f'rank {rank}'} ({who})"
         if not 1 <= size <= MAX_SIZE or not -1 <= rank < size:
@@ -182,7 +184,7 @@ class Gatherings:
         if len(gathering.came) == size:
             self._complete(key, gathering)
         else:
-            gathering.timers.append(self._later(wait, lambda: self._give_up(key, gathering, wait)))
+            gathering.timers.append(self._later(wait, lambda: self._give_up(key, gathering, timeout or wait)))
             self._miss_ended(key, gathering)
         return rank
 
