@@ -11,6 +11,7 @@ import unidist
 from project import ROOT
 from unidist import registry
 from unidist.backend import Plugin
+from unidist.checks import LONGEST_WAIT, check_seconds
 from unidist.errors import BackendUnavailable, UnidistError, UnknownBackend, UnknownOption, UsageError, WorldError
 from unidist.world import World
 from unidist.world.launcher import Launcher
@@ -93,6 +94,23 @@ def test_options_are_checked_by_name_and_value():
         registry.build_options(torch, {"tranport": "gloo"})
     with pytest.raises(UsageError, match="transport is 'pigeon'"):
         registry.build_options(torch, {"transport": "pigeon"})
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "10", None, True])
+def test_a_timeout_is_a_number_of_seconds_above_0(timeout):
+    with pytest.raises(UsageError, match=r"^timeout is .*, it must be a number above 0"):
+        unidist.Strategy("torch", timeout=timeout)
+    for name in ("torch", "mxnet"):
+        with pytest.raises(UsageError, match=r"collective_timeout is .*, it must be a number above 0"):
+            registry.build_options(registry.plugin(name), {"collective_timeout": timeout})
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300, 10**400])
+def test_an_infinite_timeout_is_as_long_as_anything_can_wait(timeout):
+    assert check_seconds("timeout", timeout) == LONGEST_WAIT
+    for name in ("torch", "mxnet"):
+        options = registry.build_options(registry.plugin(name), {"collective_timeout": timeout})
+        assert options.collective_timeout == LONGEST_WAIT
 
 
 def test_a_word_of_an_engine_that_is_no_backend_is_put_into_its_place():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unidist import registry
 from unidist._version import __version__
 from unidist.alike import facts
+from unidist.checks import check_seconds
 from unidist.control import ending
 from unidist.control.watch import Watch
 from unidist.data.results import Results
@@ -38,7 +39,7 @@ class Strategy(Training, Data, Checkpoints, CollectiveCalls, Output):
     init         "tcp://host:port" or "file:///path" with `rank` and `world_size`, for processes started by hand;
                  what is not given, or is -1 as in torch's scripts, is found in the environment (see `unidist.world`)
     device       "cpu", "cuda", "cuda:1"; not given: a GPU for each process if there are any
-    timeout      seconds to wait for the other ranks at the start
+    timeout      seconds to wait for the other ranks at the start, a week at most
     options      the backend's own; an unknown one is refused, with the nearest right name
 
     Leaving `with` after an exception never waits for the other ranks.
@@ -56,6 +57,7 @@ class Strategy(Training, Data, Checkpoints, CollectiveCalls, Output):
         **options: Any,
     ) -> None:
         _refuse_a_second()
+        timeout = check_seconds("timeout", timeout)
         plugin, why = registry.choose(backend)
         settings = registry.build_options(plugin, _with_launch_options(plugin, options))
         found = detect(init=init, rank=rank, world_size=world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from unidist.plugin import Capabilities, Plugin, UsageError, check_choice, check_positive, check_whole
+from unidist.plugin import Capabilities, Plugin, UsageError, check_choice, check_positive, check_seconds, check_whole
 from unidist_mxnet.cluster import company
 from unidist_mxnet.launcher import LAUNCHER
 from unidist_mxnet.plan import plan
@@ -49,7 +49,7 @@ class MxnetOptions:
         check_choice("compression", self.compression, ("none", "2bit"))
         check_choice("server_memory_check", self.server_memory_check, get_args(MemoryCheck))
         check_positive("compression_threshold", self.compression_threshold)
-        check_positive("collective_timeout", self.collective_timeout)
+        object.__setattr__(self, "collective_timeout", check_seconds("collective_timeout", self.collective_timeout))
         if self.server_memory != 0:
             check_positive("server_memory", self.server_memory)
         for name, least in (("bigarray_bound", 1), ("servers", 0), ("worker_cores", 0), ("server_cores", 0)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from unidist.plugin import ArrayNames, Capabilities, Plugin, check_choice, check_flag, check_positive
+from unidist.plugin import ArrayNames, Capabilities, Plugin, check_choice, check_flag, check_positive, check_seconds
 from unidist_torch.recipe import RECIPE
 
 Transport = Literal["auto", "gloo", "nccl", "mpi"]
@@ -24,8 +24,8 @@ class TorchOptions:
 
     def __post_init__(self) -> None:
         check_choice("transport", self.transport, get_args(Transport))
-        for name in ("collective_timeout", "bucket_cap_mb"):
-            check_positive(name, getattr(self, name))
+        object.__setattr__(self, "collective_timeout", check_seconds("collective_timeout", self.collective_timeout))
+        check_positive("bucket_cap_mb", self.bucket_cap_mb)
         for name in ("find_unused_parameters", "static_graph", "broadcast_buffers"):
             check_flag(name, getattr(self, name))
 
