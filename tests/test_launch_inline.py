@@ -102,7 +102,17 @@ def test_the_first_cause_is_in_the_error(place: Place) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("launch(print, 0, 'plain')", "nproc=0"),
+        ("launch(print, 0, 'plain')", "nproc is 0, it must be a whole number from 1"),
+        ("launch(print, '2', 'plain')", "nproc is '2'"),
+        ("launch(print, 2.0, 'plain')", "nproc is 2.0"),
+        ("launch(print, True, 'plain')", "nproc is True"),
+        ("launch(print, 2, 'plain', timeout='x')", "timeout is 'x', it must be a number above 0"),
+        ("launch(print, 2, 'plain', timeout=-1)", "timeout is -1"),
+        ("launch(print, 2, 'plain', timeout=float('nan'))", "timeout is nan"),
+        ("launch(print, 2, 'plain', args=3)", "args is 3, it must be a tuple or list"),
+        ("launch(print, 2, 'plain', args='ab')", "args is 'ab', it must be a tuple or list"),
+        ("launch(print, 2, 'plain', quiet='no')", "quiet is 'no', it must be true or false"),
+        ("launch(5, 2, 'plain')", "takes a function as its first argument, not 5"),
         ("launch(print, 2, 'plain', dpeth=1)", "Did you mean 'depth'?"),
         ("launch(os._exit, 1, 'plain', (0,))", "before the function returned"),
     ],
@@ -110,6 +120,22 @@ def test_the_first_cause_is_in_the_error(place: Place) -> None:
 def test_what_cannot_work_is_said(place: Place, call: str, says: str) -> None:
     ended = python(place, f"try: {call}\nexcept (LaunchError, UsageError) as error: print(error)")
     assert says in ended.out, ended.err
+    assert ended.err == ""  # no process was started, or none had anything to say
+
+
+def test_a_result_that_cannot_be_sent_back_is_one_clear_error(place: Place) -> None:
+    ended = python(
+        place,
+        """
+        def h(): return lambda: 1
+        if __name__ == "__main__":
+            try: launch(h, 2, "plain")
+            except LaunchError as error: print(error)
+        """,
+    )
+    assert ended.out.startswith("the result of h cannot be sent back: return numbers, strings, numpy arrays, or"), ended
+    assert len(ended.out.splitlines()) == 1
+    assert ended.err == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -57,7 +57,7 @@ def check_seconds(name: str, value: Any) -> float:
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
     if not is_whole(value, least, most):
-        upper = "" if most is None else f" to {most}"
+        upper = " up" if most is None else f" to {most}"
         raise UsageError(f"{name} is {value!r}, it must be a whole number from {least}{upper}")
 
 

@@ -18,7 +18,7 @@ from unidist import registry
 from unidist._version import __version__
 from unidist.backend import Plugin
 from unidist.errors import LaunchError, UsageError
-from unidist.setup import recipes, store
+from unidist.setup import pythons, recipes, store
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -42,6 +42,14 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
         return str(environment.python), {**environment.variables(), **importable()}
     how = f"Run `{command()} setup {backend}` once." if recipe else "Install it there."
     raise LaunchError(f"backend {backend!r} needs {', '.join(absent)}, which {sys.executable} does not have. {how}")
+
+
+def version_of(python: str) -> str:
+    """"3.10", of an interpreter that `interpreter_for` has named. It need not be started for that."""
+    if python == sys.executable:
+        return pythons.current()
+    folder = next((Path(python).parent.parent / "lib").glob("python3.*"))  # every environment has exactly one
+    return folder.name.removeprefix("python")
 
 
 def by_hand(name: str) -> tuple[store.Environment, dict[str, str]]:

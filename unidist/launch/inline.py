@@ -41,7 +41,7 @@ def launch(
     from pathlib import Path
 
     from unidist import registry
-    from unidist.errors import LaunchError, UsageError
+    from unidist.errors import LaunchError
     from unidist.launch import carry, environments, outer
     from unidist.launch.engine import Settings
     from unidist.launch.plan import Job
@@ -51,8 +51,7 @@ def launch(
         raise LaunchError(
             'the script calls launch() again when it is loaded: put that under if __name__ == "__main__":'
         )
-    if nproc < 1:
-        raise UsageError(f"nproc={nproc}: at least one process is needed")
+    _check(fn, nproc, args, timeout, {"quiet": quiet, "standalone": standalone})
     if not standalone:
         outer.refuse_several(os.environ, sys.argv[0] or "the script", "call launch(…, standalone=True)")
     plugin, _ = environments.choose(backend)
@@ -62,7 +61,7 @@ def launch(
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // nproc))
     with tempfile.TemporaryDirectory(prefix="unidist-launch-") as name:
         directory = Path(name)
-        carry.pack(fn, tuple(args), directory)
+        carry.pack(fn, tuple(args), directory, python)
         job = Job(
             backend=plugin.name,
             python=python,
@@ -77,6 +76,22 @@ def launch(
         if code != 0:
             raise LaunchError(text or f"the job ended with exit code {code}")
         return [carry.result(directory, rank) for rank in range(nproc)]
+
+
+def _check(fn: object, nproc: object, args: object, timeout: object, flags: Mapping[str, object]) -> None:
+    """Before anything is started."""
+    from unidist import checks
+    from unidist.errors import UsageError
+
+    if not callable(fn):
+        raise UsageError(f"launch() takes a function as its first argument, not {fn!r}")
+    checks.check_whole("nproc", nproc, 1)
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise UsageError(f"args is {args!r}, it must be a tuple or list of the function's arguments, such as (5,)")
+    if timeout is not None:
+        checks.check_positive("timeout", timeout)
+    for name, value in flags.items():
+        checks.check_flag(name, value)
 
 
 def _supervise(spec: str, token: str, variables: dict[str, str]) -> tuple[int, str]:
