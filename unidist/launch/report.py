@@ -19,6 +19,7 @@ _ECHO = (
     r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
     "does not answer"
 )
+_INSIDE = re.compile(r"(?<=\bsave|\bload): .*")  # collectives of unidist's own: nobody has called them by these names
 _OWN = re.compile(r"(ConnectionRefused|ConnectionReset|ConnectionAborted|BrokenPipe)Error\b")
 
 
@@ -95,6 +96,8 @@ def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
     usual = at_front.most_common(1)[0][0] if at_front else ""
     rows = [f"    {beat.role} {beat.rank}: {_where(beat)}{_odd(beat, front, usual)}" for beat in beats]
     rows += [f"    {name}  <- missing" for name in missing]
+    if any(beat.waits for beat in beats) and len({beat.operation for beat in beats}) > 1:
+        rows.append("    A rank that waits needs the same call from all others: every rank must call the same methods.")
     if not any("<-" in row for row in rows):
         rows.append("    All are in the same place; the stacks that each has printed tell more.")
     return "\n".join([f"no progress for {timeout:g} s (--timeout). Where each rank is:", *rows])
@@ -102,7 +105,8 @@ def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
 
 def _where(beat: Beat) -> str:
     how = "paused" if beat.excuses else f"for {beat.stuck:.0f} s"
-    return f"step {beat.step}, {'waits in' if beat.waits else 'in'} {beat.operation}, {how}"
+    operation = _INSIDE.sub("", beat.operation)
+    return f"step {beat.step}, {'waits in' if beat.waits else 'in'} {operation}, {how}"
 
 
 def _odd(beat: Beat, front: int, usual: str) -> str:
