@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 
 from unidist.checkpoint import Checkpoint, latest, read, rng, write
+from unidist.checkpoint.agreement import Agreement
 from unidist.errors import CheckpointError, UnidistError, UsageError
 
 ARRAYS = {
@@ -113,8 +114,8 @@ def test_what_cannot_come_back_is_refused_before_the_disk_is_touched(tmp_path):
     circle = []
     circle.append(circle)
     for values, where in [
-        ({"a": [1, {"b": {1}}]}, r"values\['a'\]\[1\]\['b'\] is a set"),
-        ({"a": np.zeros(2)}, "among the arrays"),
+        ({"a": [1, {"b": {1}}]}, r"values\['a'\]\[1\]\['b'\] is of type set"),
+        ({"a": np.zeros(2)}, r"is of type ndarray.*use \.tolist\(\) or \.item\(\)"),
         ({"a": b"x"}, "bytes"),
         ({"a": 1j}, "complex"),
         ({"a": np.complex64(1)}, "complex"),
@@ -122,7 +123,7 @@ def test_what_cannot_come_back_is_refused_before_the_disk_is_touched(tmp_path):
         ({1.5: 3}, "key"),
         ({"a": circle}, "hold itself"),
         ({"a": 10**5000}, r"\['a'\] is a whole number of some 49\d\d digits"),
-        ({"a": np.longdouble(1)}, r"\['a'\] is a"),
+        ({"a": np.longdouble(1)}, r"\['a'\] is of type (longdouble|float128), .* of them$"),
     ]:
         with pytest.raises(UsageError, match=where):
             write(tmp_path / "c", ARRAYS, values)
@@ -132,7 +133,7 @@ def test_what_cannot_come_back_is_refused_before_the_disk_is_touched(tmp_path):
         ({"../x/weight": np.zeros(1)}, "section"),
         ({"model/": np.zeros(1)}, "section"),
         ({"model/__metadata__": np.zeros(1)}, "keeps for itself"),
-        ({"model/x": [1.0]}, "model/x is a list"),
+        ({"model/x": [1.0]}, "model/x is of type list"),
         ({"model/x": np.array(["a"])}, "model/x has dtype"),
         ({"model/x": np.array([object()])}, "model/x has dtype"),
         ({"model/x": np.zeros(1, np.complex128)}, "model/x has dtype"),
@@ -486,6 +487,39 @@ def test_reading_runs_no_code():
 
     for file in Path(unidist.checkpoint.__file__).parent.glob("*.py"):
         assert "import pickle" not in file.read_text()
+
+
+def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for act in (lambda: write("", ARRAYS, {}), lambda: read(""), lambda: latest("")):
+        with pytest.raises(UsageError, match=r"the path is empty: name a folder, or write '\.'"):
+            act()
+    assert not list(tmp_path.iterdir())
+    write(".", ARRAYS, {})
+    same(read("."))
+
+
+class Alone:
+    """The collectives of a single rank."""
+
+    def all_gather(self, value):
+        return [value]
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (CheckpointError("the file is damaged"), "on any rank. Correct this, or load another checkpoint."),
+        (UsageError("the path is empty"), "the path is empty.\nNothing was changed on any rank."),
+    ],
+)
+def test_another_checkpoint_is_advised_only_where_the_checkpoint_is_at_fault(error, ends):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        Agreement(Alone(), "load out").each(fail)
+    assert str(raised.value).endswith(ends)
 
 
 def test_a_save_warns_about_nothing(tmp_path):

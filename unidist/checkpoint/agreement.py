@@ -43,7 +43,7 @@ class Agreement:
         (asked, words), same = self.each(ask, lambda asked: hashlib.sha256(_encoded(asked[1])).hexdigest())
         if not same:
             told = self._told(_encoded(f"{socket.gethostname()}\n{words}"))
-            raise UsageError(f"the ranks do not ask for the same.\n{self._account(told)}")
+            raise UsageError(f"the ranks do not ask for the same.\n{self._account(told, UsageError)}")
         return asked
 
     def each(self, act: Callable[[], T], sha256: Callable[[T], str] = lambda _: "") -> tuple[T, bool]:
@@ -67,7 +67,7 @@ class Agreement:
         everyones = self._collectives.all_gather(status)
         if any(answer["length"] for answer in everyones):
             kind = next(KINDS[answer["kind"]] for answer in everyones if answer["length"])
-            raise kind(self._account(self._told(said))) from error
+            raise kind(self._account(self._told(said), kind)) from error
         return done[0], all((answer["sha256"] == everyones[0]["sha256"]).all() for answer in everyones)
 
     def _told(self, said: bytes) -> list[str]:
@@ -76,7 +76,7 @@ class Agreement:
         everyones = zip(self._collectives.all_gather(padded), lengths, strict=True)
         return [each.tobytes()[:length].decode(errors="replace") for each, length in everyones]
 
-    def _account(self, told: list[str]) -> str:
+    def _account(self, told: list[str], kind: type[UnidistError]) -> str:
         """Who says what, each reason once."""
         ranks: dict[str, list[str]] = {}
         for rank, answer in enumerate(told):
@@ -90,7 +90,8 @@ class Agreement:
             once = reason.removeprefix(f"cannot {self._doing}: ").removeprefix("cannot save to ")
             lines.append(f"cannot {self._doing}{where}: {once.rstrip('.')}.")
         if self._doing.startswith("load"):
-            lines.append("Nothing was changed on any rank: mend what is named, or load another checkpoint.")
+            another = " Correct this, or load another checkpoint." if kind is CheckpointError else ""
+            lines.append(f"Nothing was changed on any rank.{another}")
         return "\n".join(lines)
 
 

@@ -48,7 +48,8 @@ class Parts:
     def __post_init__(self) -> None:
         for method in ("state", "load_state"):
             if self.loader is not None and not callable(getattr(self.loader, method, None)):
-                raise UsageError(f"loader= takes what strategy.loader() returned, not a {type(self.loader).__name__}")
+                kind = type(self.loader).__name__
+                raise UsageError(f"loader= takes what strategy.loader() returned, not an object of type {kind}")
 
     def __str__(self) -> str:
         """In words that are the same where the parts are."""
@@ -73,7 +74,7 @@ def save(
     `ask` gives the parts, or raises where they cannot be saved; `compare(model)` that all ranks hold the same.
     """
     world = backend.world
-    agreement = Agreement(collectives, f"save to {path!s}")
+    agreement = Agreement(collectives, f"save to {str(path) or repr('')}")
 
     def wanted() -> tuple[Parts, str]:
         place(path)  # only that of rank 0 is written to
@@ -126,7 +127,7 @@ def load(
     Random generators belong to a run that goes on: with `generators` None they come with an optimizer or a loader.
     Returns the user's own values.
     """
-    agreement = Agreement(collectives, f"load {path!s}")
+    agreement = Agreement(collectives, f"load {str(path) or repr('')}")
 
     def wanted() -> tuple[Parts, str]:
         place(path)  # which may be another on each rank, as long as the same is there

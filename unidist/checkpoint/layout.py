@@ -47,7 +47,9 @@ def place(path: object) -> Path:
     """Where a checkpoint is, as the user has said it."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
-        raise UsageError(f"the path is {reprlib.repr(path)}: it must be a text, or a pathlib.Path, without NUL")
+        raise UsageError(f"the path is {reprlib.repr(path)}: it must be a string, or a pathlib.Path, without NUL")
+    if not text:  # pathlib takes it for the current directory; who means that can say so
+        raise UsageError("the path is empty: name a folder, or write '.' for the current directory")
     return Path(text)
 
 

@@ -25,7 +25,7 @@ def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) is int and value.bit_length() > LONGEST:
-        raise UsageError(f"{path} is a whole number of some {value.bit_length() * 3 // 10} digits: keep it as a text")
+        raise UsageError(f"{path} is a whole number of some {value.bit_length() * 3 // 10} digits: keep it as a string")
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -41,10 +41,11 @@ def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in encoded):
             return dict(encoded)
         return {"$items": [list(pair) for pair in encoded]}
-    advice = ": put arrays among the arrays" if hasattr(value, "__array__") else ""
+    is_array = hasattr(value, "__array__") and not isinstance(value, np.generic)
+    advice = ". Convert an array or tensor first: use .tolist() or .item()" if is_array else ""
     raise UsageError(
-        f"{path} is a {type(value).__name__}, a checkpoint's values are numbers, strings, bools, None, and dicts, "
-        f"lists and tuples of them{advice}"
+        f"{path} is of type {type(value).__name__}, a checkpoint's values are numbers, strings, bools, None, and "
+        f"dicts, lists and tuples of them{advice}"
     )
 
 
