@@ -90,3 +90,7 @@ def test_from_a_bare_clone_in_a_path_with_spaces(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("rank ") == 2
     assert str(tmp_path / "a home") in ended.stdout
+
+
+def test_only_what_is_missing_is_called_required(place: Place) -> None:
+    assert place.run("python").err.endswith("required: NAME\n")

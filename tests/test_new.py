@@ -42,6 +42,12 @@ def test_a_starter_learns_on_two_processes(tmp_path: Path, framework: str) -> No
     assert (tmp_path / "checkpoints").is_dir()
 
 
+def test_the_command_that_is_shown_can_be_copied(tmp_path: Path) -> None:
+    written = unidist(tmp_path, "new", "--framework", "torch", "my train.py")
+    assert written.stdout.rstrip().endswith("run --backend torch --nproc 2 'my train.py'"), written.stderr
+    assert "unidist run --backend torch --nproc 2 'my train.py'" in (tmp_path / "my train.py").read_text()
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("mine")
     refused = unidist(tmp_path, "new", "train.py")
@@ -51,6 +57,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 def test_a_framework_without_one_and_a_folder_that_is_not_there(tmp_path: Path) -> None:
     unknown = unidist(tmp_path, "new", "--framework", "horovod", "train.py")
-    assert "there are those for" in unknown.stderr
+    assert "The starter of mxnet or torch runs on it" in unknown.stderr
+    assert "`--backend horovod --option framework=torch`" in unknown.stderr
+    assert "There are starters for mxnet, oneflow, torch." in unidist(tmp_path, "new", "-f", "jax", "train.py").stderr
     assert "No such file" in unidist(tmp_path, "new", "a/b.py").stderr
     assert list(tmp_path.iterdir()) == []

@@ -402,9 +402,9 @@ def test_wrong_metrics_are_refused(tmp_path):
     metrics = clocked(tmp_path)
     metrics.write(3, loss=1)
     for how, words in [
-        ({"loss": "high"}, "loss is a str"),
+        ({"loss": "high"}, "loss is of type str"),
         ({"loss": np.zeros(2)}, r"loss has shape \(2,\)"),
-        ({"loss": None}, "loss is a NoneType"),
+        ({"loss": None}, "loss is of type NoneType"),
         ({"step": 1}, "called 'step'"),
         ({"time": 1}, "called 'time'"),
         ({"a\nb": 1}, "called"),

@@ -361,13 +361,15 @@ def test_none_found_says_what_to_install(nowhere: Path) -> None:
 
 def test_a_named_one_is_checked(nowhere: Path) -> None:
     wrong = fake_python(nowhere / "some/python", "3.7.1")
-    with pytest.raises(SetupError, match=r"is Python 3\.7\.1; this needs 3\.99"):
+    with pytest.raises(SetupError, match=r"is Python 3\.7\.1; this needs Python 3\.99"):
         pythons.find(("3.99",), wrong)
     real = fake_python(nowhere / ".pyenv/versions/3.98.4/bin/python3.98", "3.98.4")
     assert pythons.find(("3.99", "3.98"), "3.98") == (real, "3.98.4")
-    with pytest.raises(SetupError, match=r"--python 3\.97: this needs 3\.99"):
+    with pytest.raises(SetupError, match=r"--python 3\.97: this needs Python 3\.99"):
         pythons.find(("3.99",), "3.97")
-    with pytest.raises(SetupError, match="does not run"):
+    with pytest.raises(SetupError, match=r"--python 2\.7: this needs Python 3\.99 or 3\.98"):
+        pythons.find(("3.99", "3.98"), "2.7")
+    with pytest.raises(SetupError, match=r"does not run.*this needs Python 3\.99"):
         pythons.find(("3.99",), str(nowhere / "nothing"))
 
 

@@ -129,8 +129,8 @@ class Tree:
             self.arrays.append(array)
             return f"{array.dtype} {array.shape}"
         raise UsageError(
-            f"{path} is a {type(value).__name__}: collectives take {self._backend.framework} tensors, numpy arrays, "
-            "numbers, and dicts, lists and tuples of them"
+            f"{path} is of type {type(value).__name__}: collectives take {self._backend.framework} tensors, numpy "
+            "arrays, numbers, and dicts, lists and tuples of them"
         )
 
     def filled(self, tensors: list[Any], arrays: list[Array]) -> Any:

@@ -18,7 +18,7 @@ NADAM = (
 
 def check_model(model: Any) -> None:
     if not isinstance(model, gluon.Block):
-        raise UsageError(f"the mxnet backend prepares a gluon.Block, not a {type(model).__name__}")
+        raise UsageError(f"the mxnet backend prepares a gluon.Block, not an object of type {type(model).__name__}")
     for name, parameter in collect(model).items():
         if parameter._data is None and not parameter._deferred_init:
             raise UsageError(f"parameter {name} has no values: call model.initialize(mx.init.Xavier()) first")
@@ -65,8 +65,8 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, Any]) -> mx.optimiz
         return native
     if not isinstance(optimizer, gluon.Trainer):
         raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW, an mx.optimizer one, or a "
-            "gluon.Trainer"
+            f"the optimizer is of type {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW, an mx.optimizer one, "
+            "or a gluon.Trainer"
         )
     if optimizer._kv_initialized:
         raise StateError("this Trainer has made steps already: pass it to prepare() before its first one")

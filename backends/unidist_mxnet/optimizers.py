@@ -81,8 +81,8 @@ def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:
     for key, value in attributes.items():
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise UnsupportedOperation(
-                f"{type(optimizer).__name__}.{key} is a {type(value).__name__}, which cannot be told to the servers: "
-                "use update_on='worker' with dist_sync"
+                f"{type(optimizer).__name__}.{key} is of type {type(value).__name__}, which cannot be told to the "
+                "servers: use update_on='worker' with dist_sync"
             )
     return {"kind": "native", "name": name, "attributes": attributes}
 

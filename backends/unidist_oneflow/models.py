@@ -294,4 +294,4 @@ class OneFlowBackend(OneFlowTensors):
 
 def _check_model(model: object) -> None:
     if not isinstance(model, flow.nn.Module):
-        raise UsageError(f"the oneflow backend takes an oneflow.nn.Module, not a {type(model).__name__}")
+        raise UsageError(f"the oneflow backend takes a oneflow.nn.Module, not an object of type {type(model).__name__}")

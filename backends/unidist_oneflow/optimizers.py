@@ -48,7 +48,7 @@ def check(optimizer: Any, model: Any) -> None:
     """An optimizer made for another copy of the model would move nothing, without an error."""
     if not isinstance(optimizer, flow.optim.Optimizer):
         raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or an oneflow.optim one"
+            f"the optimizer is of type {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or an oneflow.optim one"
         )
     check_groups(optimizer, model.parameters())
 

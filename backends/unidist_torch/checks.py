@@ -12,7 +12,7 @@ from unidist.plugin import UnsupportedOperation, UsageError, check_own_parameter
 
 def check_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"this backend takes a torch.nn.Module, not a {type(model).__name__}")
+        raise UsageError(f"this backend takes a torch.nn.Module, not an object of type {type(model).__name__}")
 
 
 def check_parameters(model: torch.nn.Module, trained: bool) -> None:
@@ -34,7 +34,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
     """An optimizer made for another copy of the model would move nothing, without an error."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or a torch.optim one"
+            f"the optimizer is of type {type(optimizer).__name__}: pass unidist.SGD/Adam/AdamW or a torch.optim one"
         )
     arguments = inspect.signature(optimizer.step).parameters.values()
     if any(argument.name == "closure" and argument.default is argument.empty for argument in arguments):

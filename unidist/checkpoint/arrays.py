@@ -49,7 +49,7 @@ _MOST_DIMENSIONS = 32  # numpy's, before 2.0
 def check(name: str, array: Any) -> Array:
     """`array` ready to be written: C order, little-endian, a dtype that the format has."""
     if not isinstance(array, (np.ndarray, np.generic)):
-        raise UsageError(f"{name} is a {type(array).__name__}, it must be a numpy array")
+        raise UsageError(f"{name} is of type {type(array).__name__}, it must be a numpy array")
     ready: Array = np.asarray(array, order="C")
     if ready.dtype.name not in _CODES:
         raise UsageError(f"{name} has dtype {ready.dtype}, a checkpoint takes {', '.join(sorted(_CODES))}")

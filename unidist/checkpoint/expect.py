@@ -41,7 +41,7 @@ def mapping(what: str, value: object) -> dict[str, Any]:
 
 def text(what: str, value: object) -> str:
     if not isinstance(value, str):
-        raise refuse(what, value, "a text")
+        raise refuse(what, value, "a string")
     return value
 
 

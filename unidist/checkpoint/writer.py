@@ -215,5 +215,5 @@ def _whole(name: str, value: object, least: int) -> int:
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}, it must be a whole number from {least}")
+        raise UsageError(f"{name} is {value!r}, it must be a whole number from {least} up")
     return number

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="unidist [--version] COMMAND …",
     )
-    top.add_argument("--version", action="store_true", help="print the version and end")
+    top.add_argument("--version", action="store_true", help="print the version and exit")
     top.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     known, _ = top.parse_known_args(arguments)
     if known.version:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import shlex
 from pathlib import Path
 
 from unidist import registry
@@ -31,23 +33,24 @@ def run(args: argparse.Namespace) -> int:
     known = starters()
     name = args.framework or _usual(known)
     if name not in known:
-        raise UsageError(f"there is no starter script for {name!r}; there are those for {', '.join(known)}")
+        raise UsageError(f"there is no starter script for {name!r}.{_instead(name, known)}")
     file = Path(args.file)
     try:
         with open(file, "x") as new:
-            new.write(known[name].read_text().replace("train.py", file.name))
+            new.write(known[name].read_text().replace("train.py", shlex.quote(file.name)))
     except FileExistsError:
         raise UsageError(f"{file} exists already, and is left as it is; name another file") from None
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-    print(f"{file} is written. Run it: {environments.command()} run --backend {name} --nproc 2 {file}")
+    command = f"{environments.command()} run --backend {name} --nproc 2 {shlex.quote(str(file))}"
+    print(f"{file} is written. Run it: {command}")
     return 0
 
 
 def starters() -> dict[str, Path]:
     """Backend -> its starter. No declaration is imported, at most the package that one is in."""
     found = {}
-    for name, entry in registry.entries().items():
+    for name, entry in sorted(registry.entries().items()):
         try:
             spec = importlib.util.find_spec(entry.module)
         except ImportError:  # of a package that is broken, or gone
@@ -55,6 +58,19 @@ def starters() -> dict[str, Path]:
         if spec and spec.origin and (path := Path(spec.origin).with_name("starter.py")).is_file():
             found[name] = path
     return found
+
+
+def _instead(name: str, known: dict[str, Path]) -> str:
+    """A backend for models of several frameworks says which by its option `framework`."""
+    fitting = []
+    for starter in known:
+        with contextlib.suppress(UnidistError):
+            registry.build_options(registry.plugin(name), {"framework": starter})
+            fitting.append(starter)
+    if not fitting:
+        return f" There are starters for {', '.join(known)}."
+    how = " or ".join(f"`--backend {name} --option framework={starter}`" for starter in fitting)
+    return f" The starter of {' or '.join(fitting)} runs on it: write that one, and run it with {how}."
 
 
 def _usual(known: dict[str, Path]) -> str:

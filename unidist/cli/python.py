@@ -24,7 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "unidist python NAME [arguments of python]"
     parser.add_argument("name", metavar="NAME", help=", ".join(recipes.names()))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a script, -m MODULE, -c CODE and their arguments")
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="a script, -m MODULE, -c CODE and their arguments"
+    )
+    rest.required = False  # before Python 3.12, argparse says that it is when the name is missing
 
 
 def run(args: argparse.Namespace) -> int:

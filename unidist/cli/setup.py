@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help=f"{', '.join(recipes.names())}, or all (of the frameworks)")
-    add("--list", action="store_true", help="show what is set up, and end")
+    add("--list", action="store_true", help="show what is set up, and exit")
     add("--python", metavar="PATH", help="the interpreter to build with, or its version (default: one that fits)")
     add(
         "--with",
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="build again, though it is ready; the old one stays until the new one works",
     )
     add("-y", "--yes", action="store_true", help="where no Python fits and uv is there, let it fetch one")
-    add("--prune", action="store_true", help="remove what older recipes have left there, and end")
+    add("--prune", action="store_true", help="remove what older recipes have left there, and exit")
     add("--print-python", action="store_true", help="print only the path of the environment's interpreter at the end")
 
 

@@ -179,7 +179,7 @@ def _cause(header: Header) -> tuple[str, tuple[str, ...]]:
 def _key(header: Header) -> str:
     key = header["key"]
     if not isinstance(key, str) or len(key) > 1000:
-        raise Refused("a key is a text of at most 1000 characters")
+        raise Refused("a key is a string of at most 1000 characters")
     return key
 
 

@@ -85,8 +85,8 @@ def make_loader(
         map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         if not map_style and not hasattr(data, "__iter__"):
             raise UsageError(
-                f"data is a {type(data).__name__}: the loader takes arrays, .npy paths, tuples or dicts of them, data "
-                "sets (`len()` and `[i]`), data loaders of the framework, and anything that can be iterated"
+                f"data is of type {type(data).__name__}: the loader takes arrays, .npy paths, tuples or dicts of them, "
+                "data sets (`len()` and `[i]`), data loaders of the framework, and anything that can be iterated"
             )
         require("native_loader")
         batch = batch_of(per_device_batch)

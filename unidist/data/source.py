@@ -170,8 +170,8 @@ def _array(value: Any, name: str) -> Array:
         value = np.load(path, mmap_mode="r", allow_pickle=False)
     if not hasattr(value, "__array__"):
         raise UsageError(
-            f"{name} is a {type(value).__name__}: the loader takes numpy arrays, paths of .npy files, tuples or dicts "
-            "of them, data sets and data loaders. Wrap plain lists in numpy.asarray."
+            f"{name} is of type {type(value).__name__}: the loader takes numpy arrays, paths of .npy files, tuples or "
+            "dicts of them, data sets and data loaders. Wrap plain lists in numpy.asarray."
         )
     array: Array = np.asanyarray(value)  # keeps a memory map a memory map
     if array.ndim == 0 or array.dtype.hasobject:

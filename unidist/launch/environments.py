@@ -45,7 +45,7 @@ def interpreter_for(backend: str) -> tuple[str, dict[str, str]]:
 
 
 def version_of(python: str) -> str:
-    """"3.10", of an interpreter that `interpreter_for` has named. It need not be started for that."""
+    """ "3.10", of an interpreter that `interpreter_for` has named. It need not be started for that."""
     if python == sys.executable:
         return pythons.current()
     folder = next((Path(python).parent.parent / "lib").glob("python3.*"))  # every environment has exactly one

@@ -29,4 +29,4 @@ def number(name: str, value: Any) -> int | float:
             converted = getattr(value, convert)()
             if isinstance(converted, (bool, int, float)):
                 return int(converted) if isinstance(converted, bool) else converted
-    raise UsageError(f"{name} is a {type(value).__name__}, it must be one number")
+    raise UsageError(f"{name} is of type {type(value).__name__}, it must be one number")

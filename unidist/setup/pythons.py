@@ -17,17 +17,20 @@ _ASK = "import sys, venv, ensurepip; print('%d.%d.%d' % sys.version_info[:3], sy
 
 def find(versions: tuple[str, ...], given: str | None = None) -> tuple[str, str]:
     """(path, full version) of an interpreter whose "3.x" is in `versions`, the first of them preferred."""
-    if given is not None and re.fullmatch(r"3\.\d+", given):
+    if given is not None and re.fullmatch(r"\d\.\d+", given):
         if given not in versions:
-            raise SetupError(f"--python {given}: this needs {' or '.join(versions)}")
+            raise SetupError(f"--python {given}: this needs Python {' or '.join(versions)}")
         versions, given = (given,), None
     if given is not None:
         path = shutil.which(given) or given
         answer = ask(path)
         if answer is None:
-            raise SetupError(f"--python {given}: it does not run, or has no venv and ensurepip modules")
+            raise SetupError(
+                f"--python {given}: it does not run, or has no venv and ensurepip modules; this needs Python "
+                f"{' or '.join(versions)}"
+            )
         if short(answer[1]) not in versions:
-            raise SetupError(f"--python {given} is Python {answer[1]}; this needs {' or '.join(versions)}")
+            raise SetupError(f"--python {given} is Python {answer[1]}; this needs Python {' or '.join(versions)}")
         return answer
     for version in versions:
         for path in [*([sys.executable] if version == current() else []), *candidates(version)]:

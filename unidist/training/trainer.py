@@ -252,7 +252,7 @@ def check_reduction(reduction: object) -> None:
 def check_scalar(loss: Any) -> None:
     shape = getattr(loss, "shape", None)
     if shape is None:
-        raise UsageError(f"the loss is a {type(loss).__name__}, it must be a tensor that the model computed")
+        raise UsageError(f"the loss is of type {type(loss).__name__}, it must be a tensor that the model computed")
     if shape and math.prod(shape) != 1:
         raise UsageError(
             f"the loss has shape {tuple(shape)}, it must be one number, the mean over the local batch: call .mean()"
