@@ -368,6 +368,22 @@ def test_heart(server: ControlServer, control: Control) -> None:
     assert said("left", 1, paused=True)
 
 
+def test_a_step_that_was_broken_off_is_not_counted_once_the_script_goes_on(control: Control) -> None:
+    heart = Heart(control, 0)
+    heart.stepped()  # the engine is up
+    heart.at("step", 0, training=True)
+    heart.at("all_gather", 0)  # the loss may call others
+    assert heart.place == (3, True)
+    heart.left_step()
+    assert heart.place == (3, True)  # others are in it
+    heart.at("step", 0, training=True)
+    assert heart.place == (3, True)
+    heart.stepped()
+    heart.left_step()  # of a step that needs nobody
+    heart.at("leave", 0)
+    assert heart.place == (4, False)
+
+
 def test_being_twice_at_the_same_place_is_progress(server: ControlServer, control: Control) -> None:
     def moves() -> int:
         beat = server.beats().get("worker 0")

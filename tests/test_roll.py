@@ -273,3 +273,27 @@ def test_who_closes_its_strategy_first_is_waited_for() -> None:
     job.at(0, 7, operation="evaluate: leave")
     job.passes(GRACE)
     assert job.announced == []
+
+
+def test_who_ended_without_a_word_is_named_by_the_one_that_lost_it() -> None:
+    """By the last beat of the survivor, both were as far."""
+    for way in ("fails", "gives up"):
+        job = Job(2)
+        job.at(0, 7)
+        job.roll.exits(1, 7)
+        assert job.announced == []
+        if way == "fails":
+            job.roll.fails(0, ("PeerFailed: connection closed", ()), True, job.answers.append)
+        else:
+            job.gives_up(0, 8, inside=True, echo=True)
+        job.passes(100)
+        assert [cause.rank for cause in job.roll.reports()] == [1, 0]
+        assert [cause and cause.rank for cause in job.answers] == [1]
+
+
+def test_who_ended_is_not_blamed_for_an_error_of_another() -> None:
+    job = Job(2)
+    job.roll.exits(1, 7)
+    job.roll.fails(0, ("its own", ()), False, job.answers.append)
+    job.passes(100)
+    assert [cause.rank for cause in job.roll.reports()] == [0]

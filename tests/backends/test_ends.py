@@ -189,6 +189,34 @@ def test_an_error_that_one_rank_has_caught_in_an_accumulation_group(engine, read
     assert "worker 1 " in first_cause(output)
 
 
+# A plain model: others exchange statistics before their loss, which torch would pair with another rank's gradients.
+SKIPPED = """
+    model, optimizer = strategy.prepare(normalised(strategy.framework)[0], unidist.SGD(0.1))
+    losses = []
+    def loss_fn(m, x):
+        losses.append(0)
+        if strategy.rank == 1 and len(losses) == {bad}:
+            raise ValueError("a bad batch")
+        return (m(x) ** 2).mean()
+    step = strategy.train_step(model, optimizer, loss_fn)
+    for _, x in zip(range(6), strategy.loader(np.ones((80, 3), np.float32), global_batch=4)):
+        try:
+            step(x)
+        except ValueError:
+            continue
+"""
+
+
+@pytest.mark.parametrize("bad", [3, 6])
+@pytest.mark.parametrize("engine", [name for name in ENGINES if "async" not in name])
+def test_one_rank_skips_a_batch(engine, bad, tmp_path):
+    """It has caught the error of a step, in the midst or the last one. Its next pairs with that of the others, who have
+    one more to make when it is done."""
+    code, output = run(engine, tmp_path, during=SKIPPED.format(bad=bad).strip())
+    assert code == 1, output
+    assert "worker 1 " in first_cause(output) or "RanksDisagree" in output, output
+
+
 def test_an_error_that_every_rank_has_caught_is_not_blamed(engine, tmp_path):
     code, output = run(
         engine, tmp_path, during="raise Done", after="time.sleep(1)\nif rank == 1: raise KeyError('real')"

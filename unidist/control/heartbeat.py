@@ -32,6 +32,7 @@ class Heart:
         self._pauses = self._waits = 0
         self._stepping = True  # inside a step, or that start
         self._queued = False  # what it did last is a step, and the engine may still be at it
+        self._skipped = False  # an error has left that step
         self._broke_off = False  # an error has left another operation, and none was begun since
         self._how = LEFT
         self._stop = threading.Event()
@@ -56,7 +57,13 @@ class Heart:
     def at(self, operation: str, step: int, together: bool = True, training: bool = False) -> None:
         """`operation` is about to begin, after `step` updates. `together`: all ranks take part in it. `training`: it is
         a step, which an engine may only queue, so that this process waits for the others when it reads a result."""
-        self._at = (operation, step, self._at[2] + 1, self._at[3] + together)
+        _, _, moves, number = self._at
+        if self._skipped:
+            # The script goes on with something else in its place. It counts until then: who leaves the Strategy for
+            # good has broken off what others are in.
+            number -= 1
+            self._skipped = self._stepping = False
+        self._at = (operation, step, moves + 1, number + together)
         self._stepping |= together and training
         self._queued = training
         self._broke_off = False
@@ -64,6 +71,10 @@ class Heart:
     def stepped(self) -> None:
         """This process has done its part of the step, or of the engine's start."""
         self._stepping = False
+
+    def left_step(self) -> None:
+        """An error has left the step, if one of all ranks was begun. The script may catch it, and skip the batch."""
+        self._skipped = self._stepping
 
     @property
     def place(self) -> Place:

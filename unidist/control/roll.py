@@ -151,6 +151,8 @@ class Roll:
             return answer(self.first)
         member.state, self._early = "gave up", True
         member.together, member.inside, member.fatal = *place, fatal
+        if echo:
+            self._name_who_ended(member)
         self._reports.append(_Report(member, _cause(member, *cause), echo))
         self._asking.append((member, not echo, answer))
         self._later(SETTLING, lambda: self._settle(member))
@@ -164,6 +166,8 @@ class Roll:
         if member is None or member.state in ("left", "lost"):
             return answer(self.first)
         member.state = "failed"
+        if echo:
+            self._name_who_ended(member)
         earlier = [each for each in self._reports if each.member is member]
         told = _cause(member, *cause)
         if not any(each.cause.what == told.what for each in earlier):  # else it counts from when it left the Strategy
@@ -171,6 +175,16 @@ class Roll:
             self._reports = [*(each for each in self._reports if each.member is not member), report]
         self._asking.append((member, False, answer))
         self._later(SETTLING, lambda: self._settle(member, final=True))
+
+    def _name_who_ended(self, survivor: _Member) -> None:
+        """It has lost another: perhaps one whose script ended, as far as all others had come by their last beats."""
+        for member in self._members.values():
+            if member.group == survivor.group and member.state == "exits":
+                self._report_end(member)
+
+    def _report_end(self, member: _Member) -> None:
+        if not any(report.member is member for report in self._reports):
+            self._reports.append(_Report(member, _cause(member, ENDED)))
 
     def lose(self, connection: int) -> None:
         """Its connection is closed."""
@@ -310,7 +324,7 @@ class Roll:
 
     def _desert(self, member: _Member) -> None:
         if member.state == "exits":
-            self._reports.append(_Report(member, _cause(member, ENDED)))
+            self._report_end(member)
         member.state = "failed"
         self._settle(member, final=True)
 

@@ -151,6 +151,11 @@ class Watch:
         if self._heart is not None:
             self._heart.stepped()
 
+    def left_step(self) -> None:
+        """An error has left it."""
+        if self._heart is not None:
+            self._heart.left_step()
+
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
         """Inside, no progress is expected, except where this rank waits for others."""

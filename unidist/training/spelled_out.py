@@ -94,6 +94,7 @@ class SpelledOut:
                 self._trainer.watch.stepped()
         except BaseException:
             schedule.give_up(schedule.updates)
+            self._trainer.watch.left_step()
             raise
         opened.done, self._open = "backward", opened
 

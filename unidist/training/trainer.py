@@ -198,6 +198,7 @@ class Trainer:
                 loss, mean_weight = run(batch, plan.micro, schedule.update(plan, clip_norm) if plan.closes else None)
             except BaseException:
                 schedule.give_up(updates)
+                watch.left_step()
                 raise
             watch.stepped()
             if plan.closes:
