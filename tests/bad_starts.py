@@ -52,6 +52,7 @@ class Start:
 
     backend: str
     folder: Path
+    timeout: float = TIMEOUT  # of the Strategy
     ranks: list[subprocess.Popen[str]] = field(default_factory=list)
     services: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -66,7 +67,7 @@ class Start:
         """`first_line` goes into the script of this process only; `clone` is the unidist that it finds."""
         path = self.folder / f"process-{len(self.ranks)}" / "train.py"
         path.parent.mkdir()
-        path.write_text(first_line + SCRIPT.format(backend=self.backend, timeout=TIMEOUT))
+        path.write_text(first_line + SCRIPT.format(backend=self.backend, timeout=self.timeout))
         if self.backend != "mxnet":
             place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": addr, "MASTER_PORT": str(port)}
             self.ranks.append(self._start(path, place, clone))
@@ -210,6 +211,7 @@ def master_as_localhost(start: Start) -> Mapping[int, str]:
     find it there, so the job starts."""
     from unidist.network import outward_address
 
+    start.timeout = PATIENCE  # this one is to start, and on a busy machine that takes longer
     port = free_port()
     start.rank(0, 2, port, addr="localhost")
     start.rank(1, 2, port, addr=outward_address())
@@ -218,7 +220,7 @@ def master_as_localhost(start: Start) -> Mapping[int, str]:
 
 def address_unreachable(start: Start) -> Mapping[int, str]:
     """The master's address is one that no message reaches."""
-    start.rank(1, 2, 9, addr="192.0.2.1")  # of a network that exists in documents only
+    start.rank(1, 2, 9, addr="224.0.0.1")  # of a group, which nothing connects to
     return {0: r"CommunicationError: rank 1 .*(no answer comes back|no way leads|nobody listens)"}
 
 
