@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import zlib
@@ -79,6 +80,8 @@ class Weighing:
                 schedule.axes.add(repr(schedule.other_axes))
             return info, float(info.real)
         schedule.own_batches += 1
+        if self.batches.padding_about(arrays):
+            gc.collect()  # a batch may only be held by a cycle: of an error's frames, or of a data loader's iterator
         for about in self.batches.padding_about(arrays):
             raise UsageError(
                 f"a batch was read, with {about.real} samples in {about.rows} rows on this rank, and this one may have "
