@@ -16,7 +16,7 @@ demo:  ## train the example on two processes
 	$(PYTHON) -m unidist setup --yes torch
 	$(PYTHON) -m unidist run --backend torch --nproc 2 examples/train.py
 
-PYTEST = "$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest -n 2 --dist loadfile -o cache_dir="$(CACHE)/pytest"
+PYTEST = "$$($(PYTHON) -m unidist setup dev --print-python)" -m pytest -n 3 --dist loadfile -o cache_dir="$(CACHE)/pytest"
 
 test: lint  ## everything that one host can run, on every framework
 	$(PYTHON) -m unidist setup --yes $(BACKENDS) docs
