@@ -499,13 +499,6 @@ def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(tmp_pa
     same(read("."))
 
 
-class Alone:
-    """The collectives of a single rank."""
-
-    def all_gather(self, value):
-        return [value]
-
-
 @pytest.mark.parametrize(
     ("error", "ends"),
     [
@@ -518,7 +511,7 @@ def test_another_checkpoint_is_advised_only_where_the_checkpoint_is_at_fault(err
         raise error
 
     with pytest.raises(type(error)) as raised:
-        Agreement(Alone(), "load out").each(fail)
+        Agreement(lambda said: [said], 0, "load out").each(fail)
     assert str(raised.value).endswith(ends)
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from unidist.errors import (
     CheckpointError,
@@ -22,28 +20,30 @@ from unidist.errors import (
     UsageError,
 )
 
-if TYPE_CHECKING:
-    from unidist.collectives import Collectives
-
 T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]
 
 KINDS = (CheckpointError, UsageError, UnsupportedOperation, StateError)  # each before those that are a kind of it
-WORDS = 4000  # bytes that a rank says
+WORDS = 4000  # characters that a rank says
 SHOWN = 8  # ranks that are named one by one
 
 
 class Agreement:
-    """`doing` is what the ranks are about to do, as it goes on after "cannot": "save to out/final"."""
+    """`doing` is what the ranks are about to do, as it goes on after "cannot": "save to out/final". `gather` gives what
+    each rank has said. It does not use the engine: some abort, and others hang, when one rank alone calls it."""
 
-    def __init__(self, collectives: Collectives, doing: str) -> None:
-        self._collectives, self._doing = collectives, doing
+    def __init__(self, gather: Gather, rank: int, doing: str) -> None:
+        self._gather, self._rank, self._doing = gather, rank, doing
 
     def on(self, ask: Callable[[], tuple[T, str]]) -> T:
         """What this rank asks for, and the same in words, which must be those of every rank."""
-        (asked, words), same = self.each(ask, lambda asked: hashlib.sha256(_encoded(asked[1])).hexdigest())
+
+        def sha256(asked: tuple[T, str]) -> str:
+            return hashlib.sha256(asked[1].encode(errors="backslashreplace")).hexdigest()
+
+        (asked, words), same = self.each(ask, sha256)
         if not same:
-            told = self._told(_encoded(f"{socket.gethostname()}\n{words}"))
-            raise UsageError(f"the ranks do not ask for the same.\n{self._account(told, UsageError)}")
+            raise UsageError(f"the ranks do not ask for the same.\n{self._account(words, UsageError)}")
         return asked
 
     def each(self, act: Callable[[], T], sha256: Callable[[T], str] = lambda _: "") -> tuple[T, bool]:
@@ -58,31 +58,21 @@ class Agreement:
             raise  # the others do not come any more
         except Exception as raised:
             error = raised
-        said = b"" if error is None else _encoded(f"{socket.gethostname()}\n{_reason(error)}")
-        status = {
-            "length": len(said),
-            "kind": max((n for n, kind in enumerate(KINDS) if isinstance(error, kind)), default=0),
-            "sha256": np.frombuffer(bytes.fromhex(digest).ljust(32, b"\0"), np.uint8),
-        }
-        everyones = self._collectives.all_gather(status)
-        if any(answer["length"] for answer in everyones):
-            kind = next(KINDS[answer["kind"]] for answer in everyones if answer["length"])
-            raise kind(self._account(self._told(said), kind)) from error
-        return done[0], all((answer["sha256"] == everyones[0]["sha256"]).all() for answer in everyones)
+        wrong = max((n for n, kind in enumerate(KINDS) if isinstance(error, kind)), default=0) if error else None
+        everyones = self._gather({"wrong": wrong, "sha256": digest})
+        failed = [answer["wrong"] for answer in everyones if answer["wrong"] is not None]
+        if failed:
+            kind = KINDS[failed[0]]
+            raise kind(self._account(_reason(error) if error else "", kind)) from error
+        return done[0], len({answer["sha256"] for answer in everyones}) == 1
 
-    def _told(self, said: bytes) -> list[str]:
-        lengths = self._collectives.all_gather(len(said))
-        padded = np.frombuffer(said.ljust(max(lengths), b"\0"), np.uint8)
-        everyones = zip(self._collectives.all_gather(padded), lengths, strict=True)
-        return [each.tobytes()[:length].decode(errors="replace") for each, length in everyones]
-
-    def _account(self, told: list[str], kind: type[UnidistError]) -> str:
+    def _account(self, reason: str, kind: type[UnidistError]) -> str:
         """Who says what, each reason once."""
+        told = self._gather({"rank": self._rank, "host": socket.gethostname(), "reason": reason[:WORDS]})
         ranks: dict[str, list[str]] = {}
-        for rank, answer in enumerate(told):
-            if answer:
-                host, _, reason = answer.partition("\n")
-                ranks.setdefault(reason, []).append(f"{rank} (host {host})")
+        for answer in told:
+            if answer["reason"]:
+                ranks.setdefault(answer["reason"], []).append(f"{answer['rank']} (host {answer['host']})")
         lines = []
         for reason, who in ranks.items():
             more = f" and {len(who) - SHOWN} more" if len(who) > SHOWN else ""
@@ -97,7 +87,3 @@ class Agreement:
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, UnidistError) else f"{type(error).__name__}: {error}"
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")[:WORDS]

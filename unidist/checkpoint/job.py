@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unidist.checkpoint import expect, reader
-from unidist.checkpoint.agreement import Agreement
+from unidist.checkpoint.agreement import Agreement, Gather
 from unidist.checkpoint.layout import place
 from unidist.checkpoint.names import fit, strip_prefix
 from unidist.checkpoint.reader import Checkpoint
@@ -63,6 +63,7 @@ def save(
     path: str | os.PathLike[str],
     backend: Backend,
     collectives: Collectives,
+    gather: Gather,
     ask: Callable[[], Parts],
     compare: Callable[[Any], None],
     *,
@@ -71,10 +72,11 @@ def save(
 ) -> None:
     """Every rank calls it. Rank 0 alone copies to the host and writes; all wait, and a failure is raised on all.
 
-    `ask` gives the parts, or raises where they cannot be saved; `compare(model)` that all ranks hold the same.
+    `gather` gives what each rank has said, without the engine; `ask` gives the parts, or raises where they cannot be
+    saved; `compare(model)` raises unless all ranks hold the same.
     """
     world = backend.world
-    agreement = Agreement(collectives, f"save to {str(path) or repr('')}")
+    agreement = Agreement(gather, world.rank, f"save to {str(path) or repr('')}")
 
     def wanted() -> tuple[Parts, str]:
         place(path)  # only that of rank 0 is written to
@@ -117,7 +119,7 @@ def save(
 def load(
     path: str | os.PathLike[str],
     backend: Backend,
-    collectives: Collectives,
+    gather: Gather,
     ask: Callable[[], Parts],
     *,
     generators: bool | None,
@@ -127,7 +129,7 @@ def load(
     Random generators belong to a run that goes on: with `generators` None they come with an optimizer or a loader.
     Returns the user's own values.
     """
-    agreement = Agreement(collectives, f"load {str(path) or repr('')}")
+    agreement = Agreement(gather, backend.world.rank, f"load {str(path) or repr('')}")
 
     def wanted() -> tuple[Parts, str]:
         place(path)  # which may be another on each rank, as long as the same is there

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from unidist.control.calls import KEPT, SHOWN
 from unidist.control.causes import LEFT
 from unidist.control.client import MAX_OPERATION, Control
 from unidist.errors import CommunicationError
@@ -29,6 +31,10 @@ class Heart:
         self._control, self._rank, self._role, self._interval = control, rank, role, interval
         # Operation, step that was begun, how often we got on, operations of all ranks; the first is the engine's start.
         self._at = ("start-up", 0, 0, 1)
+        # The last operations of all ranks that are no steps, by number. One is noted before `_at` tells of it: what is
+        # not noted, up to the number there, is a step.
+        self._calls: deque[tuple[int, str]] = deque([(1, "start-up")], KEPT)
+        self._left = 0  # steps that an error has left, and that the script went on without
         self._pauses = self._waits = 0
         self._stepping = True  # inside a step, or that start
         self._queued = False  # what it did last is a step, and the engine may still be at it
@@ -62,7 +68,10 @@ class Heart:
             # The script goes on with something else in its place. It counts until then: who leaves the Strategy for
             # good has broken off what others are in.
             number -= 1
+            self._left += 1
             self._skipped = self._stepping = False
+        if together and not training:
+            self._calls.append((number + 1, operation[:SHOWN]))
         self._at = (operation, step, moves + 1, number + together)
         self._stepping |= together and training
         self._queued = training
@@ -104,6 +113,7 @@ class Heart:
     def _beat(self) -> None:
         while True:
             operation, step, moves, together = self._at
+            calls = [call for call in self._calls.copy() if call[0] <= together]
             with contextlib.suppress(CommunicationError):  # the next may get through again
                 self._control.tell(
                     "beat",
@@ -116,6 +126,8 @@ class Heart:
                     waits=self._waits > 0,
                     together=together,
                     inside=self.place.inside or self._queued,
+                    calls=calls,
+                    skipped=self._left,
                 )
             if self._stop.wait(self._interval):
                 break

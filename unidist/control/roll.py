@@ -9,54 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from unidist.control.causes import Cause
+from unidist.control.agreement import name_values
+from unidist.control.calls import first_difference, odd_one, read
+from unidist.control.causes import Cause, shown
 from unidist.control.lineage import UNKNOWN, Lineage
+from unidist.control.members import CLOSED, DIFFERENT, ENDED, LOST, SKIPPED, Member, Report, cause_of
 from unidist.control.pulses import Pulses, whole
 from unidist.control.values import Timer
 
 SETTLING = 0.3  # seconds in which a better cause may still be reported
 GRACE = 5.0  # seconds that the others have to leave an operation that one has broken off: they may all fail in it
-MAX_CAUSE = 4000  # characters that are kept of a cause
 
 LEAVE = "leave"  # the operation in which all ranks close their Strategy
-CLOSED = (
-    "has closed its Strategy while others were still at work: make the same number of steps, and call the same methods "
-    "of the Strategy, on every rank"
-)
-ENDED = "ended in mid-training without closing its Strategy"
-LOST = f"{ENDED}: it was killed, crashed or left by os._exit, or its host cannot be reached"
-
-
-class _Member:
-    together = 0  # operations of all ranks that it has begun
-    inside = False  # the last of them: waiting in it, or having broken it off
-    leaving = False  # that is to close its Strategy
-    fatal = False  # it gave up in a way that nobody catches
-    missed = False  # others are inside what it has broken off
-    connected = True
-    let_go: Callable[[str], None] | None = None  # answers it, while it waits at its end for those who may need it
-    state = "open"  # then "left", "gave up", "exits", "failed", "lost"
-
-    def __init__(self, group: str, role: str, rank: int, host: str, lineage: Lineage) -> None:
-        self.group = group  # those who have met; a process may hold several Strategies
-        self.role, self.rank, self.host, self.lineage = role, rank, host, lineage
-
-
-class _Report(NamedTuple):
-    member: _Member
-    cause: Cause
-    echo: bool = False  # its own error says that it lost another
-    new: bool = False  # another one than the process had caught before
-
-    @property
-    def was_caught(self) -> bool:
-        return self.member.state == "gave up" and not self.member.fatal
-
-    @property
-    def is_ending(self) -> bool:
-        return self.member.state == "failed" or self.member.fatal
 
 
 class Roll:
@@ -72,11 +38,12 @@ class Roll:
     ) -> None:
         self._later, self._announce, self._ended, self._over = later, announce, ended, over
         self.pulses = Pulses()
-        self._members: dict[int, _Member] = {}
-        self._reports: list[_Report] = []
+        self._members: dict[int, Member] = {}
+        self._reports: list[Report] = []
         # Who wants to know of an earlier cause, and whether of one only that the job cannot survive.
-        self._asking: list[tuple[_Member, bool, Callable[[Cause | None], None]]] = []
+        self._asking: list[tuple[Member, bool, Callable[[Cause | None], None]]] = []
         self._early = False  # somebody has left before the others, and may be missed
+        self._comparing = False  # somebody stands still, and it is being looked at what the ranks have called
         self.first: Cause | None = None
         self.met = False
 
@@ -87,6 +54,11 @@ class Roll:
             if member.state == "open":
                 member.together, member.inside = whole(said, "together"), bool(said.get("inside"))
                 member.leaving = operation.rpartition(": ")[2] == LEAVE
+                member.calls = read(said, member.together)
+                moves, member.moves = member.moves, whole(said, "moves")
+                if member.inside and member.moves == moves and not self._comparing:
+                    self._comparing = True
+                    self._later(GRACE, partial(self._compare_calls, self._standing()))
             self._early |= member.leaving
             if self._early and (operation != LEAVE or before != LEAVE):
                 self._look_for_deserters()
@@ -100,7 +72,7 @@ class Roll:
             del self._members[number]
         if gone and not self._members and self.first is None:
             self._reports, self._early = [], False
-        self._members[connection] = _Member(group, role, rank, host, lineage)
+        self._members[connection] = Member(group, role, rank, host, lineage)
         self.met = True
 
     def rename(self, connection: int, rank: int) -> None:
@@ -153,7 +125,7 @@ class Roll:
         member.together, member.inside, member.fatal = *place, fatal
         if echo:
             self._name_who_ended(member)
-        self._reports.append(_Report(member, _cause(member, *cause), echo))
+        self._reports.append(Report(member, cause_of(member, *cause), echo))
         self._asking.append((member, not echo, answer))
         self._later(SETTLING, lambda: self._settle(member))
         self._look_for_deserters()
@@ -169,22 +141,22 @@ class Roll:
         if echo:
             self._name_who_ended(member)
         earlier = [each for each in self._reports if each.member is member]
-        told = _cause(member, *cause)
+        told = cause_of(member, *cause)
         if not any(each.cause.what == told.what for each in earlier):  # else it counts from when it left the Strategy
-            report = _Report(member, told, echo, new=bool(earlier) and not echo)
+            report = Report(member, told, echo, new=bool(earlier) and not echo)
             self._reports = [*(each for each in self._reports if each.member is not member), report]
         self._asking.append((member, False, answer))
         self._later(SETTLING, lambda: self._settle(member, final=True))
 
-    def _name_who_ended(self, survivor: _Member) -> None:
+    def _name_who_ended(self, survivor: Member) -> None:
         """It has lost another: perhaps one whose script ended, as far as all others had come by their last beats."""
         for member in self._members.values():
             if member.group == survivor.group and member.state == "exits":
                 self._report_end(member)
 
-    def _report_end(self, member: _Member) -> None:
+    def _report_end(self, member: Member) -> None:
         if not any(report.member is member for report in self._reports):
-            self._reports.append(_Report(member, _cause(member, ENDED)))
+            self._reports.append(Report(member, cause_of(member, ENDED)))
 
     def lose(self, connection: int) -> None:
         """Its connection is closed."""
@@ -197,7 +169,7 @@ class Roll:
             self._ended()
         if member.state == "open" or waited:
             self._depart(connection, "lost")
-            self._reports.append(_Report(member, _cause(member, LOST)._replace(lost=True)))
+            self._reports.append(Report(member, cause_of(member, LOST)._replace(lost=True)))
             self._settle(member, final=True)
         elif member.state == "gave up":
             ours = [each for each in self._members.values() if each.group == member.group]
@@ -230,14 +202,14 @@ class Roll:
         if member is not None:
             member.state = state
 
-    def _ordered(self) -> list[_Report]:
+    def _ordered(self) -> list[Report]:
         # sorted() keeps the order of arrival. A process that is gone without a word did not go because of another's
         # error, though it may be missed a moment later than that was told. Where a process fails of something new after
         # an error that it caught, nobody's caught error is the cause.
         new = any(report.new for report in self._reports)
         return sorted(self._reports, key=lambda each: (each.echo, new and each.was_caught, not each.cause.lost))
 
-    def _settle(self, member: _Member, final: bool = False) -> None:
+    def _settle(self, member: Member, final: bool = False) -> None:
         """`final`: it is certain that this one will not go on, and the others cannot without it."""
         left_alone = any(
             each.group == member.group and (each.state == "open" or (each.state == "exits" and each.let_go is not None))
@@ -298,6 +270,33 @@ class Roll:
                 member.missed = True
                 self._later(GRACE, partial(self._look_again, member))
 
+    def _standing(self) -> dict[Member, int]:
+        """How often each worker has got somewhere so far."""
+        return {member: member.moves for member in self._members.values() if member.role == "worker"}
+
+    def _compare_calls(self, before: Mapping[Member, int]) -> None:
+        """Of workers that stand still since then: do they wait for each other in different operations?"""
+        self._comparing = False
+        still = [member for member, moves in before.items() if member.state == "open" and member.moves == moves]
+        for group in {member.group for member in still}:
+            ranks = {member.rank: member for member in still if member.group == group}
+            found = first_difference({rank: member.calls for rank, member in ranks.items()})
+            skipped = {member.calls.skipped for member in ranks.values()}
+            if found is not None:
+                odd = odd_one(found)
+                ordered = sorted(found.items(), key=lambda item: odd not in item[1])
+                who = name_values({shown(operation): named for operation, named in ordered})
+                self._stray(ranks[odd], DIFFERENT.format(who=who))
+            elif len(skipped) > 1 and all(member.inside for member in ranks.values()):
+                self._stray(max(ranks.values(), key=lambda member: member.calls.skipped), SKIPPED)
+
+    def _stray(self, member: Member, what: str) -> None:
+        """It will never meet the others again."""
+        if self.first is None:
+            self._reports.append(Report(member, cause_of(member, what)))
+            member.state = "failed"
+            self._settle(member, final=True)
+
     def _furthest(self) -> dict[str, tuple[int, bool]]:
         """How many operations any worker has begun, by group, and whether the last is another than to close the
         Strategy. Who closes it after fewer has others do something else in its place. (Steps may be queued, so that
@@ -308,12 +307,10 @@ class Roll:
                 found[member.group] = max((member.together, not member.leaving), found.get(member.group, (0, False)))
         return found
 
-    def _look_again(self, member: _Member) -> None:
+    def _look_again(self, member: Member) -> None:
         alone = member.leaving and self._furthest().get(member.group, (0, False)) > (member.together, False)
-        if member.state == "open" and alone and self.first is None:
-            self._reports.append(_Report(member, _cause(member, CLOSED)))
-            member.state = "failed"
-            self._settle(member, final=True)
+        if member.state == "open" and alone:
+            self._stray(member, CLOSED)
         waiting = any(
             each.state == "open" and each.group == member.group and each.inside and each.together == member.together
             for each in self._members.values()
@@ -322,13 +319,8 @@ class Roll:
             self._desert(member)
         member.missed = False
 
-    def _desert(self, member: _Member) -> None:
+    def _desert(self, member: Member) -> None:
         if member.state == "exits":
             self._report_end(member)
         member.state = "failed"
         self._settle(member, final=True)
-
-
-def _cause(member: _Member, what: str, lines: tuple[str, ...] = ()) -> Cause:
-    kept = tuple(line[:400] for line in lines[-30:])
-    return Cause(member.role, member.rank, member.host, what[:MAX_CAUSE], kept, lineage=member.lineage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unidist.errors import UsageError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Seconds that a rank may come later than the others to a collective, in debug mode; and in main_first and the like.
 PATIENCE, LONG_PATIENCE = 300.0, 3600.0
+WEEK = 7 * 24 * 3600.0  # where a rank may have much to do when the others are here; one that never comes is found out
 
 
 def debugging() -> bool:
@@ -47,7 +48,7 @@ class Watch:
         self._heart: Heart | None = None
         self._lifeline: Lifeline | None = None
         self.checking = debugging()
-        self._sequence = self._updates = 0
+        self._sequence = self._updates = self._gathered = 0
         self._paused: list[str] = []  # the long operations that this rank is in
         launched = bool(os.environ.get("UNIDIST_CONTROL"))  # empty where each node has a launcher of its own
         at_launcher = launched and world.source == "unidist"
@@ -122,6 +123,15 @@ class Watch:
         self.before(operation)
         with self._heart.waiting() if self._heart else nullcontext():
             yield
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank says here, in JSON, outside of the engine."""
+        peers = self._world.peers
+        if peers is None:
+            return [value]
+        self._gathered += 1
+        with self.within("gather"):
+            return peers.gather(f"gathered {self._gathered}", value, WEEK)
 
     def leaving(self) -> AbstractContextManager[None]:
         """Inside, this rank waits for the others to close their Strategy, too."""

@@ -36,7 +36,7 @@ class Checkpoints(Process):
 
         with self._watch.paused("save"):
             compare = self._trainer.compare
-            job.save(path, self._backend, self._collectives, ask, compare, keep=keep, values=values)
+            job.save(path, self._backend, self._collectives, self._watch.gather, ask, compare, keep=keep, values=values)
 
     def load(
         self,
@@ -63,7 +63,7 @@ class Checkpoints(Process):
             return self._checkpointed(model, optimizer, loader, loads=True)
 
         with self._watch.paused("load"):
-            return job.load(path, self._backend, self._collectives, ask, generators=generators)
+            return job.load(path, self._backend, self._watch.gather, ask, generators=generators)
 
     def _checkpointed(self, model: Any, optimizer: Any, loader: Any, loads: bool) -> Parts:
         """What to save or load, at a time when that can be done."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from unidist.control import Beat, Cause
-from unidist.control.roll import ENDED
+from unidist.control.causes import shown
+from unidist.control.members import ENDED
 
 # What the survivors say when a peer has gone, beside what their engine's plug-in knows. Their error is real, but it is
 # not the cause. (Python's own ConnectionRefusedError and the like come from the script, which may well talk to others
@@ -19,8 +20,13 @@ _ECHO = (
     r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
     "does not answer"
 )
-_INSIDE = re.compile(r"(?<=\bsave|\bload): .*")  # collectives of unidist's own: nobody has called them by these names
 _OWN = re.compile(r"(ConnectionRefused|ConnectionReset|ConnectionAborted|BrokenPipe)Error\b")
+
+
+HINTS = {
+    -signal.SIGKILL: " (by hand, by the system short of memory, or by a limit)",
+    -signal.SIGABRT: " (an engine may abort when the ranks call different operations: UNIDIST_DEBUG=1 names them)",
+}
 
 
 def says_that_a_peer_is_gone(lines: Sequence[str], echoes: Sequence[str]) -> bool:
@@ -64,14 +70,14 @@ class Failure:
         return says_that_a_peer_is_gone(self.lines, self.echoes)
 
     def __str__(self) -> str:
-        hint = " (by hand, by the system short of memory, or by a limit)" if self.code == -signal.SIGKILL else ""
+        hint = HINTS.get(self.code or 0, "")
         head = f"{self.name} on {self.host} failed first: {self.ending}{hint}"
         return "\n".join([head, *(f"    {line}" for line in self._telling)])
 
     @property
     def _telling(self) -> Sequence[str]:
-        if self.cause and self.cause.lines:
-            return self.cause.lines
+        if self.cause and (self.cause.lines or (self.code is None and not self.cause.lost)):
+            return self.cause.lines  # what it has printed so far has nothing to do with a cause that others found
         lines = [line for line in self.lines if line.strip()]
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         return lines[starts[-1] :] if starts else lines[-10:]
@@ -105,8 +111,7 @@ def hung(beats: Iterable[Beat], missing: Iterable[str], timeout: float) -> str:
 
 def _where(beat: Beat) -> str:
     how = "paused" if beat.excuses else f"for {beat.stuck:.0f} s"
-    operation = _INSIDE.sub("", beat.operation)
-    return f"step {beat.step}, {'waits in' if beat.waits else 'in'} {operation}, {how}"
+    return f"step {beat.step}, {'waits in' if beat.waits else 'in'} {shown(beat.operation)}, {how}"
 
 
 def _odd(beat: Beat, front: int, usual: str) -> str:

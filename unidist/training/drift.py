@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unidist.control.watch import WEEK
 from unidist.errors import RanksDisagree, UnidistError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ SHARE = 0.01  # of the training time that comparisons may take
 SECOND = 20  # updates from the first comparison to the second, when it is not known yet what one costs
 ROUNDING = 1e-5  # relative to the largest value of a parameter
 SHOWN = 8  # ranks that are named one by one
-WEEK = 7 * 24 * 3600.0  # for the end, where one rank may have much to do when the others are done
 
 
 class DriftCheck:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unidist.backend import Backend
-from unidist.control.watch import Watch
+from unidist.control.watch import WEEK, Watch
 from unidist.data.nested import arrays_of
 from unidist.data.tracking import BatchInfo, Tracker, refuse_mixed_padding, refuse_unequal_shares, rows_of, rows_said
 from unidist.errors import RanksMissing, UsageError
@@ -18,7 +18,6 @@ from unidist.training.accumulation import Reduction, Schedule
 
 # Seconds that a rank may come later than the others to a batch of its own making whose rows have a new shape.
 PATIENCE = 60.0
-WEEK = 7 * 24 * 3600.0  # where a rank may only be late
 
 
 class Weighing:
