@@ -189,9 +189,32 @@ def test_an_error_that_one_rank_has_caught_in_an_accumulation_group(engine, read
     assert "worker 1 " in first_cause(output)
 
 
-# A plain model: others exchange statistics before their loss, which torch would pair with another rank's gradients.
+ON_MAIN, MORE = "if strategy.is_main:", "    steps(20); steps(20)"
+
+
+def test_one_rank_alone_saves(engine, tmp_path):
+    """Under `if strategy.is_main`, as scripts for a single process do; the others go on to their next steps."""
+    code, output = run(
+        engine, tmp_path, during=f"{ON_MAIN} strategy.save({str(tmp_path / 'out')!r}, model=model)\n{MORE}"
+    )
+    assert code == 1, output
+    assert "worker 0 " in first_cause(output)
+    assert "on every rank" in first_cause(output)
+    assert not (tmp_path / "out").exists()
+
+
+# torch and OneFlow abort when they meet different collectives, and dist_async goes on without a word to the others.
+@pytest.mark.parametrize("call", ["mean(1.0)", "barrier()"])
+@pytest.mark.parametrize("engine", ["mxnet", "horovod torch", "horovod mxnet"])
+def test_one_rank_alone_makes_a_call(engine, call, tmp_path):
+    code, output = run(engine, tmp_path, during=f"{ON_MAIN} strategy.{call}\n{MORE}")
+    assert code == 1, output
+    assert "worker 0 " in first_cause(output)
+    assert "the ranks do not make the same calls" in first_cause(output)
+
+
 SKIPPED = """
-    model, optimizer = strategy.prepare(normalised(strategy.framework)[0], unidist.SGD(0.1))
+    model, optimizer = strategy.prepare({model}, unidist.SGD(0.1))
     losses = []
     def loss_fn(m, x):
         losses.append(0)
@@ -207,12 +230,18 @@ SKIPPED = """
 """
 
 
-@pytest.mark.parametrize("bad", [3, 6])
+# Models with running statistics exchange them before their loss, which torch pairs with another rank's gradients.
+PLAIN, NORMALISED = "normalised(strategy.framework)[0]", "normalised(strategy.framework)"
+
+
+@pytest.mark.parametrize(
+    ("model", "bad"), [(PLAIN, 3), (PLAIN, 6), (NORMALISED, 3)], ids=["midst", "last", "statistics"]
+)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if "async" not in name])
-def test_one_rank_skips_a_batch(engine, bad, tmp_path):
+def test_one_rank_skips_a_batch(engine, model, bad, tmp_path):
     """It has caught the error of a step, in the midst or the last one. Its next pairs with that of the others, who have
     one more to make when it is done."""
-    code, output = run(engine, tmp_path, during=SKIPPED.format(bad=bad).strip())
+    code, output = run(engine, tmp_path, during=SKIPPED.format(model=model, bad=bad).strip())
     assert code == 1, output
     assert "worker 1 " in first_cause(output) or "RanksDisagree" in output, output
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -26,14 +27,15 @@ def main(zoo: str, folder: str, names: list[str]) -> int:
         control = connect_from_env()
         assert control is not None
         for name in names:
-            error = skipped = None
+            error, skipped, began = None, None, time.perf_counter()
             try:
                 CHECKS[name](case)
             except DoesNotApply as reason:
                 skipped = str(reason)
             except Exception:
                 error = traceback.format_exc()
-            results.write(json.dumps({"check": name, "error": error, "skipped": skipped}) + "\n")
+            record = {"check": name, "error": error, "skipped": skipped, "seconds": time.perf_counter() - began}
+            results.write(json.dumps(record) + "\n")
             results.flush()
             # Not through the engine: after a failure the ranks may be in different places of it.
             said = [error is not None, skipped is not None]
