@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from unidist.control.calls import KEPT, Calls
 from unidist.control.causes import Cause
 from unidist.control.roll import GRACE, SETTLING, Roll
 
@@ -42,11 +43,13 @@ class Job:
         said: dict[str, Any] = {"role": "worker", "rank": rank, "step": 0, "operation": operation, "moves": 0}
         self.roll.beat(rank, {**said, "together": together, "inside": inside, **more})
 
-    def stands(self, rank: int, together: int, *calls: tuple[int, str], skipped: int = 0, moves: int = 0) -> None:
-        """It waits for the others in the last of its operations, as two beats tell; `calls` are no steps."""
-        for _ in range(2):
-            told = [list(call) for call in calls]
-            self.at(rank, together, True, calls=told, skipped=skipped, moves=moves)
+    def stand(self, *ranks: Calls, moves: int = 0) -> None:
+        """For a while they tell the same in each beat: all wait for the others in the last of their operations."""
+        for _ in range(5):
+            for rank, made in enumerate(ranks):
+                calls = [list(call) for call in made.others.items()]
+                self.at(rank, made.begun, True, calls=calls, skipped=made.skipped, moves=moves)
+            self.passes(GRACE / 2)
 
     def gives_up(self, rank: int, together: int, inside: bool = False, echo: bool = False, fatal: bool = False) -> None:
         self.roll.gives_up(rank, (together, inside), (f"error of {rank}", ()), echo, fatal, self.answers.append)
@@ -307,10 +310,7 @@ def test_who_ended_is_not_blamed_for_an_error_of_another() -> None:
 
 def test_ranks_that_wait_in_different_calls_are_named() -> None:
     job = Job(3)
-    job.stands(0, 7, (1, "start-up"), (7, "save: gather"))
-    job.stands(1, 7, (1, "start-up"))
-    job.stands(2, 7, (1, "start-up"))
-    job.passes(GRACE)
+    job.stand(Calls(7, {1: "start-up", 7: "save: gather"}), Calls(7, {1: "start-up"}), Calls(7, {1: "start-up"}))
     (cause,) = job.announced
     assert cause.rank == 0
     assert "rank 0: save; ranks 1, 2: step" in cause.what
@@ -318,46 +318,38 @@ def test_ranks_that_wait_in_different_calls_are_named() -> None:
 
 def test_a_call_of_one_rank_is_found_behind_steps_that_others_have_queued() -> None:
     job = Job()
-    job.stands(0, 7, (1, "start-up"), (7, "barrier"))
-    job.stands(1, 130, (1, "start-up"), (40, "barrier"))
-    job.passes(GRACE)
+    job.stand(Calls(7, {1: "start-up", 7: "barrier"}), Calls(130, {1: "start-up", 40: "barrier"}))
     assert [cause.rank for cause in job.announced] == [0]
 
 
 def test_a_rank_that_is_only_late_is_waited_for() -> None:
     job = Job()
-    job.stands(0, 7, (1, "start-up"), (7, "save: gather"))
-    job.stands(1, 6, (1, "start-up"))
-    job.passes(100)
-    job.stands(0, 7, (1, "start-up"), (7, "save: gather"))
-    job.passes(100)
+    job.stand(Calls(7, {1: "start-up", 7: "save: gather"}), Calls(6, {1: "start-up"}))
     assert job.announced == []
 
 
 def test_who_gets_on_is_not_compared() -> None:
     job = Job()
-    job.stands(0, 7, (1, "start-up"), (7, "save: gather"))
-    job.stands(1, 7, (1, "start-up"))
-    job.stands(0, 8, (1, "start-up"), (7, "save: gather"), moves=1)
-    job.passes(GRACE)
+    for moves in range(20):
+        made = Calls(7 + moves, {1: "start-up"})
+        for rank, others in enumerate(([[7, "save: gather"]], [])):
+            job.at(rank, made.begun, True, calls=others, moves=moves)
+            job.at(rank, made.begun, True, calls=others, moves=moves)
+        job.passes(GRACE / 2)
     assert job.announced == []
 
 
 def test_calls_that_are_too_long_ago_are_not_guessed() -> None:
     """A heartbeat tells of the last eight: what came before them may have been anything."""
     job = Job()
-    recent = [(number, "barrier") for number in range(20, 28)]
-    job.stands(0, 27, *recent)
-    job.stands(1, 27, (9, "save: gather"), *recent[1:])
-    job.passes(GRACE)
+    earlier = {number: "barrier" for number in range(20, 19 + KEPT)}
+    job.stand(Calls(27, {**earlier, 27: "barrier"}), Calls(26, {9: "save: gather", **earlier}))
     assert job.announced == []
 
 
 def test_a_rank_that_went_on_after_an_error_is_named_when_all_wait() -> None:
     job = Job()
-    job.stands(0, 7)
-    job.stands(1, 7, skipped=1)
-    job.passes(GRACE)
+    job.stand(Calls(7), Calls(7, skipped=1))
     (cause,) = job.announced
     assert cause.rank == 1
     assert "after an error had left one of its steps" in cause.what
@@ -365,7 +357,5 @@ def test_a_rank_that_went_on_after_an_error_is_named_when_all_wait() -> None:
 
 def test_all_have_skipped_a_step() -> None:
     job = Job()
-    for rank in range(2):
-        job.stands(rank, 7, skipped=1)
-    job.passes(100)
+    job.stand(Calls(7, skipped=1), Calls(7, skipped=1))
     assert job.announced == []
