@@ -54,8 +54,8 @@ def on_torch(strategy: unidist.Strategy, alone: ModuleType, x: Array, y: Array) 
             optimizer.step()
 
     def through_unidist(loader: Iterable[Any]) -> Callable[[int], None]:
-        model, own = strategy.prepare(alone.mlp(), unidist.SGD(0.01, momentum=0.9))
-        step = strategy.train_step(model, own, lambda m, inputs, labels: cross_entropy(m(inputs), labels))
+        model, sgd = strategy.prepare(alone.mlp(), unidist.SGD(0.01, momentum=0.9))
+        step = strategy.train_step(model, sgd, lambda m, inputs, labels: cross_entropy(m(inputs), labels))
         return _runner(alone.endless(loader), step)
 
     return {
@@ -89,12 +89,12 @@ def on_mxnet(strategy: unidist.Strategy, alone: ModuleType, x: Array, y: Array) 
     def mean_loss(model: mx.gluon.HybridBlock, inputs: mx.nd.NDArray, labels: mx.nd.NDArray) -> mx.nd.NDArray:
         return alone.softmax_cross_entropy(model(inputs), labels).mean()
 
-    model, own = strategy.prepare(alone.mlp(), unidist.SGD(0.01, momentum=0.9))
+    model, sgd = strategy.prepare(alone.mlp(), unidist.SGD(0.01, momentum=0.9))
     loader = strategy.loader((x, y.astype(np.float32)), per_device_batch=BATCH, shuffle=True)
     return {
         "DistributedTrainer by hand, NDArrayIter": hand_written,
         "unidist, array data": _runner(
-            alone.endless(loader), strategy.train_step(model, own, mean_loss), mx.nd.waitall
+            alone.endless(loader), strategy.train_step(model, sgd, mean_loss), mx.nd.waitall
         ),
     }
 

@@ -29,7 +29,7 @@ class Gradients:
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        names = [each for each, _ in model.named_parameters()]
+        names = [parameter_name for parameter_name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())  # frozen ones too: they may thaw
         self._name = f"{name}, {names[0]} to {names[-1]}" if names else name
         self.weight = 0.0  # of the losses whose gradients are there; after `average`, its mean over the ranks
@@ -41,11 +41,11 @@ class Gradients:
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not there to be checked
     def average(self) -> None:
         """Replace each gradient, and the weight, by its mean over all ranks."""
-        trained = {number: each for number, each in enumerate(self._parameters) if each.requires_grad}
+        trained = {number: parameter for number, parameter in enumerate(self._parameters) if parameter.requires_grad}
         used = torch.tensor(
-            [*(float(each.grad is not None) for each in trained.values()), self.weight], dtype=torch.float64
+            [*(float(parameter.grad is not None) for parameter in trained.values()), self.weight], dtype=torch.float64
         )
-        gradients = {number: _held(each) for number, each in trained.items()}
+        gradients = {number: _held(parameter) for number, parameter in trained.items()}
         if not gradients:
             return
         agreeing = hvd.allreduce_async_(used, op=hvd.Average, name=f"{self._name}, used")
@@ -138,7 +138,7 @@ class LowRank(Gradients):
         right = [self._factor(number, matrix) for number, matrix in zip(thin, matrices, strict=True)]
         left = [matrix @ q for matrix, q in zip(matrices, right, strict=True)]
         hvd.grouped_allreduce_(left, op=hvd.Average, name=f"{name}, left")
-        left = [torch.linalg.qr(each)[0] for each in left]
+        left = [torch.linalg.qr(factor)[0] for factor in left]
         right = [matrix.T @ p for matrix, p in zip(matrices, left, strict=True)]
         hvd.grouped_allreduce_(right, op=hvd.Average, name=f"{name}, right")
         for number, matrix, p, q in zip(thin, matrices, left, right, strict=True):
@@ -162,8 +162,8 @@ class LowRank(Gradients):
 
 @contextmanager
 def carried(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """As Horovod can add them up: contiguous, and bfloat16 as float32. What becomes of them goes back."""
-    whole = [each.float() if each.dtype == torch.bfloat16 else each.contiguous() for each in tensors]
+    """The tensors as Horovod can add them up: contiguous, and bfloat16 as float32. The results are copied back."""
+    whole = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor.contiguous() for tensor in tensors]
     yield whole
     for tensor, result in zip(tensors, whole, strict=True):
         if result is not tensor:
@@ -185,7 +185,7 @@ def _flat(gradients: dict[int, torch.Tensor]) -> torch.Tensor:
 
 def _parts(flat: torch.Tensor, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     parts = flat.split([gradient.numel() for gradient in gradients.values()])
-    return {number: part.view_as(each) for part, (number, each) in zip(parts, gradients.items(), strict=True)}
+    return {number: part.view_as(gradient) for part, (number, gradient) in zip(parts, gradients.items(), strict=True)}
 
 
 def _fill(gradients: dict[int, torch.Tensor], flat: torch.Tensor) -> None:

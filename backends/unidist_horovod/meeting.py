@@ -154,16 +154,16 @@ def _as_variables(numbers: Mapping[str, int]) -> dict[str, str]:
 
 def _interface(peers: Peers) -> str:
     """Left alone, gloo takes whatever the hostname stands for, and crashes where it stands for nothing."""
-    said, own = os.environ.get("HOROVOD_GLOO_IFACE"), network.addresses()
-    if said and said not in own:
+    said, interfaces = os.environ.get("HOROVOD_GLOO_IFACE"), network.addresses()
+    if said and said not in interfaces:
         raise UsageError(
             f"HOROVOD_GLOO_IFACE is {said!r}, but {socket.gethostname()} has no such interface with an IPv4 address, "
-            f"only {', '.join(own)}: correct it, or unset it"
+            f"only {', '.join(interfaces)}: correct it, or unset it"
         )
     if not said and peers.interface is None:
         raise UsageError(
             f"rank {peers.rank} on {socket.gethostname()} is known to the others as {peers.address}, which none of its "
-            f"interfaces holds ({', '.join(own)}): name the one that leads to the others in HOROVOD_GLOO_IFACE"
+            f"interfaces holds ({', '.join(interfaces)}): name the one that leads to the others in HOROVOD_GLOO_IFACE"
         )
     return said or str(peers.interface)
 

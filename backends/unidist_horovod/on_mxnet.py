@@ -89,12 +89,12 @@ class HorovodStore:
                 hvd.allreduce_(array, op=hvd.Sum, name=f"start of parameter {key}, {self._names[key]}")
 
     def summing(self, keys: list[int], arrays: Sequence[list[nd.NDArray]]) -> Callable[[], None]:
-        grouped = self._grouped(keys, [own for (own,) in arrays])
+        grouped = self._grouped(keys, [array for (array,) in arrays])
         groups = [([arrays[n][0] for n in members], name, -members[0]) for members, name in grouped]
 
         def sum_up() -> None:
-            for own, name, priority in groups:
-                hvd.grouped_allreduce_(own, op=hvd.Sum, name=name, priority=priority)
+            for group, name, priority in groups:
+                hvd.grouped_allreduce_(group, op=hvd.Sum, name=name, priority=priority)
 
         return sum_up
 

@@ -132,9 +132,9 @@ class TorchOverHorovod(TorchModels):
             return _Sum.apply(tensor)
 
     def _same_optimizer_state(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that has made steps before. hvd.broadcast_optimizer_state would make one, to have all of it."""
+        """For an optimizer that has made steps. hvd.broadcast_optimizer_state would make one, to have all of it."""
         tensors, _ = self.optimizer_state(model, optimizer)
-        counts = [int(each) for each in self.all_gather(torch.tensor(len(tensors)))]
+        counts = [int(count) for count in self.all_gather(torch.tensor(len(tensors)))]
         if len(set(counts)) > 1:
             raise RanksDisagree(
                 f"the optimizer's state has {', '.join(map(str, counts))} tensors on ranks 0 to {len(counts) - 1}: "

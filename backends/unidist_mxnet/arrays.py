@@ -49,5 +49,5 @@ def in_default_layout(array: nd.NDArray) -> nd.NDArray:
 
 
 def set_values(parameter: mx.gluon.Parameter, values: np.ndarray) -> None:
-    own = parameter.list_data()[0]
-    parameter.set_data(kind_like(own, values.astype(own.dtype)))
+    current = parameter.list_data()[0]
+    parameter.set_data(kind_like(current, values.astype(current.dtype)))

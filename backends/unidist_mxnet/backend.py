@@ -110,7 +110,7 @@ class MxnetBackend(MxnetModels):
         super().check_prepare(model, optimizer)
         if optimizer is not None and self._updates_on_servers:
             optimized = [prepared for prepared in self._trained.values() if isinstance(prepared, Optimized)]
-            held = {id(each) for trained in optimized for each in trained.parameters}
+            held = {id(parameter) for trained in optimized for parameter in trained.parameters}
             for name, parameter in collect(model).items():
                 if id(parameter) in held:
                     raise UnsupportedOperation(
@@ -139,9 +139,9 @@ class MxnetBackend(MxnetModels):
         if self.capabilities.optimizer_state is not True and self.world.rank == 0:  # now, not after the training
             sys.stderr.write(f"unidist: this optimizer cannot be saved: {self.capabilities.optimizer_state}\n")
         held = UpdatedByServer(carried, self.store, asynchronous=self.options.asynchronous)
-        own = from_spec(optimizer) if native is None else native
-        held.use(own, describe(optimizer if native is None else native))
-        return held, own if native is None else optimizer
+        mx_optimizer = from_spec(optimizer) if native is None else native
+        held.use(mx_optimizer, describe(optimizer if native is None else native))
+        return held, mx_optimizer if native is None else optimizer
 
     def start_training(self, trained: Trained) -> None:
         copies = 4 if isinstance(trained, UpdatedByServer) else 2  # with the two moments of Adam

@@ -55,14 +55,14 @@ def contestants(strategy: unidist.Strategy) -> dict[str, Callable[[int], None]]:
         mx.nd.waitall()
 
     def through_unidist(loader: Iterable[Any]) -> Callable[[int], None]:
-        model, own = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
+        model, sgd = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
         step = strategy.train_step(
-            model, own, lambda m, inputs, labels: softmax_cross_entropy(m(inputs), labels).mean()
+            model, sgd, lambda m, inputs, labels: softmax_cross_entropy(m(inputs), labels).mean()
         )
-        own_batches = endless(loader)
+        endless_batches = endless(loader)
 
         def run(steps: int) -> None:
-            for inputs, labels in islice(own_batches, steps):
+            for inputs, labels in islice(endless_batches, steps):
                 step(inputs, labels)
             mx.nd.waitall()
 

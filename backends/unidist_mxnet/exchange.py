@@ -53,10 +53,10 @@ class Exchange:
         return data if give else get(source)
 
     def reduce(self, array: np.ndarray, op: Reduction) -> np.ndarray:
-        """In the order of ranks, so that all of them get the same to the last bit."""
+        """Reduce in the order of ranks, so that all of them get the same to the last bit."""
         if array.dtype == np.bool_ and op == "sum":
             array = array.astype(np.int64)
-        parts = [np.frombuffer(each, array.dtype) for each in self.gather(array.tobytes())]
+        parts = [np.frombuffer(received, array.dtype) for received in self.gather(array.tobytes())]
         return np.array(functools.reduce(REDUCE[op], parts)).reshape(array.shape)
 
     def _next(self) -> str:

@@ -23,7 +23,7 @@ class Zeros:
         if view is None:
             if context not in self._whole or self._whole[context].size < array.size:
                 self._whole[context] = nd.zeros(array.size, context)
-                self._views = {key: each for key, each in self._views.items() if key[0] != context}
+                self._views = {key: kept for key, kept in self._views.items() if key[0] != context}
             view = self._views[context, shape] = self._whole[context][: array.size].reshape(shape)
         return view
 
@@ -32,13 +32,13 @@ _zeros = Zeros()
 
 
 def divide(arrays: Sequence[nd.NDArray], number: nd.NDArray) -> None:
-    """In place, in float32, without reading the number."""
+    """Divide in place, in float32, without reading the number."""
     rate = -1 / number  # 0 minus such a part of an array is what is wanted
     arrays = [array for array in arrays if array.size]
     for first in range(0, len(arrays), AT_ONCE):
         some = arrays[first : first + AT_ONCE]
         count = len(some)
-        both = [each for array in some for each in (_zeros.like(array), array)]
+        both = [operand for array in some for operand in (_zeros.like(array), array)]
         rates, decays = nd.broadcast_to(rate, (count,)), nd.zeros(count, number.context)
         nd.preloaded_multi_sgd_update(*both, rates, decays, out=some, num_weights=count)
 
@@ -59,20 +59,20 @@ class Sums:
         if self.empty:
             clear(self._arrays)
         self.empty = False
-        for own, device in zip(self._arrays, gradients, strict=True):
-            self._add(own, device)
+        for sums, device in zip(self._arrays, gradients, strict=True):
+            self._add(sums, device)
 
     def move_to(self, gradients: Sequence[Sequence[nd.NDArray]]) -> None:
-        """Add them to these."""
+        """Add the sums to these gradients."""
         if not self.empty:
-            for own, device in zip(self._arrays, gradients, strict=True):
-                self._add(device, own)
+            for sums, device in zip(self._arrays, gradients, strict=True):
+                self._add(device, sums)
         self.empty = True
 
     def _add(self, to: Sequence[nd.NDArray], more: Sequence[nd.NDArray]) -> None:
         for some in self._together:
             count = len(some)
-            both = [each for n in some for each in (to[n], more[n])]
+            both = [operand for n in some for operand in (to[n], more[n])]
             result = [to[n] for n in some]
             nd.multi_sgd_update(*both, lrs=(-1.0,) * count, wds=(0.0,) * count, out=result, num_weights=count)
 

@@ -136,14 +136,14 @@ class MxnetModels(Backend):
         return model, optimizer
 
     def make_trained(self, carried: Carried, optimizer: Any, native: Any) -> tuple[Trained, Any]:
-        """What trains the model, and the optimizer as the user holds it. `native` is the mx.optimizer one inside
+        """What trains the model, and the optimizer as the user holds it. `native` is the MXNet optimizer inside
         `optimizer`, None for a spec."""
         if optimizer is None:
             return Trained(carried), None
         trained = UpdatedByWorker(carried)
-        each = [from_spec(optimizer) for _ in self._contexts] if native is None else [native]
-        trained.use(each)
-        return trained, each[0] if native is None else optimizer
+        optimizers = [from_spec(optimizer) for _ in self._contexts] if native is None else [native]
+        trained.use(optimizers)
+        return trained, optimizers[0] if native is None else optimizer
 
     def start_training(self, trained: Trained) -> None:
         """All shapes are known, now or with the first data."""
@@ -235,9 +235,9 @@ class MxnetModels(Backend):
     def keep_gradients(self, model: Any, other: Any) -> AbstractContextManager[None]:
         """`model` is in the middle of a group, and `other` computes a micro-batch inside."""
         mine = self._trained[model]
-        theirs = {id(each) for each in self._trained[other].trainable}
-        for name, each in zip(mine.names, mine.trainable, strict=True):
-            if id(each) in theirs:
+        theirs = {id(parameter) for parameter in self._trained[other].trainable}
+        for name, parameter in zip(mine.names, mine.trainable, strict=True):
+            if id(parameter) in theirs:
                 raise StateError(
                     f"parameter {name} belongs to two prepared models, and one of them is in the middle of an "
                     "accumulation group: finish it first, or call strategy.flush(model, optimizer)"
@@ -269,8 +269,8 @@ class MxnetModels(Backend):
         values = [parameter.list_data()[0].asnumpy() for parameter in held]
         data = self.exchange.broadcast(b"".join(value.tobytes() for value in values), 0)
         for parameter, value in zip(held, values, strict=True):
-            own, data = data[: value.nbytes], data[value.nbytes :]
-            set_values(parameter, np.frombuffer(own, value.dtype).reshape(value.shape))
+            part, data = data[: value.nbytes], data[value.nbytes :]
+            set_values(parameter, np.frombuffer(part, value.dtype).reshape(value.shape))
 
     # -- a training step
 

@@ -71,7 +71,7 @@ def checked(
     (group,) = expect.optimizer(values, _kind(optimizer), 1)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     found = expect.slots(arrays, shapes, values["kind"], alike=False)
-    counts = {name: expect.count(f"{name}/step", own["step"]) for name, own in found.items() if "step" in own}
+    counts = {name: expect.count(f"{name}/step", kept["step"]) for name, kept in found.items() if "step" in kept}
     for name, count in expect.mapping("the optimizer's counts", values.get("counts", {})).items():
         if expect.whole(f"the optimizer's count of {name}", count, most=2**31 - 1):
             counts[name] = count
@@ -84,15 +84,15 @@ def checked(
         raise CheckpointError(f"its optimizer is of another model: here is no parameter {stray[0]}")
     states: dict[str, list[np.ndarray]] = {}
     for name in [name for name in weights if name in found or name in counts]:
-        own, needed = found.get(name, {}), state_arrays(optimizer, weights[name])
+        kept, needed = found.get(name, {}), state_arrays(optimizer, weights[name])
         slots = slots_of(optimizer, len(needed))
-        if "velocity" in slots and "velocity" not in own:  # there was no momentum yet
-            own = {"velocity": np.zeros(shapes[name])}
+        if "velocity" in slots and "velocity" not in kept:  # there was no momentum yet
+            kept = {"velocity": np.zeros(shapes[name])}
         for slot, (shape, _) in zip(slots, needed, strict=True):
-            if slot not in own or own[slot].shape != shape:
+            if slot not in kept or kept[slot].shape != shape:
                 raise CheckpointError(f"the optimizer's {name}/{slot} is missing or has another shape than {shape}")
         rate = rates.get(name, 1.0)
-        states[name] = [own[s].astype(np.float64) * -rate if s == "velocity" else own[s] for s in slots]
+        states[name] = [kept[s].astype(np.float64) * -rate if s == "velocity" else kept[s] for s in slots]
         for slot, array, (_, dtype) in zip(slots, states[name], needed, strict=True):
             check_range(f"the optimizer's {name}/{slot}", array, dtype)
     fused = isinstance(optimizer, (FusedSGD, FusedAdam))

@@ -66,18 +66,18 @@ def settings(optimizer: mx.optimizer.Optimizer) -> dict[str, object]:
 
 
 # What an optimizer keeps for itself and a server makes anew.
-_OWN = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult", "update", "update_multi_precision")
+_KEPT = ("lr_scheduler", "param_dict", "idx2name", "sym_info", "lr_mult", "wd_mult", "update", "update_multi_precision")
 
 
 def _describe_native(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:
-    """The settings of an mx.optimizer one. MXNet would pickle it, and a server would run whatever is in there."""
+    """The settings of an MXNet optimizer. MXNet would pickle it, and a server would run whatever is in there."""
     name = type(optimizer).__name__.lower()
     if mx.optimizer.Optimizer.opt_registry.get(name) is not type(optimizer):
         raise UnsupportedOperation(
             f"{type(optimizer).__name__} is not registered with MXNet, so the servers cannot build it: use "
             "update_on='worker' with dist_sync, or unidist.SGD/Adam/AdamW"
         )
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in _OWN and not k.startswith("_")}
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in _KEPT and not k.startswith("_")}
     for key, value in attributes.items():
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise UnsupportedOperation(

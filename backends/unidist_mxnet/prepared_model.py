@@ -41,7 +41,7 @@ class Trained:
 
     def __init__(self, carried: Carried) -> None:
         parameters = carried.parameters
-        names = {id(each): name for name, each in reversed(parameters.items())}  # a shared one counts once
+        names = {id(parameter): name for name, parameter in reversed(parameters.items())}  # a shared one counts once
         self.parameters = [parameter for name, parameter in parameters.items() if names[id(parameter)] == name]
         self.trainable = [parameter for parameter in self.parameters if parameter.grad_req != "null"]
         self.names = [names[id(parameter)] for parameter in self.trainable]
@@ -87,9 +87,9 @@ class Trained:
                 value = parameter.list_data()[0].asnumpy()
                 value = np.frombuffer(self._exchange.broadcast(value.tobytes(), 0), value.dtype).reshape(value.shape)
                 set_values(parameter, value)
-        rest = [each for each in plain if each.grad_req == "null"]
+        rest = [parameter for parameter in plain if parameter.grad_req == "null"]
         self.keys = store.keys(self.names)
-        frozen = store.keys([each.name for each in rest])
+        frozen = store.keys([parameter.name for parameter in rest])
         if self.weight_rides and self._divisor > 1 and not store.compressed:
             self._rider = rider(self.trainable)
         self._weight_key = store.keys(["weights" if self._rider is None else self.names[self._rider]])[0]
@@ -171,8 +171,8 @@ class Trained:
 
     def settle(self) -> None:
         """Some parameter was made anew, frozen or unfrozen: refuse what would train wrongly, and take the rest."""
-        for name, each, frozen in self._requested:
-            if (each.grad_req == "null") is not frozen:
+        for name, parameter, frozen in self._requested:
+            if (parameter.grad_req == "null") is not frozen:
                 raise StateError(
                     f"parameter {name} was {'unfrozen' if frozen else 'frozen'} after prepare(), which has settled "
                     "what is trained and exchanged: set grad_req before it. In the middle of a training, save, prepare "
@@ -190,17 +190,17 @@ class Trained:
         self.disturbed = False
 
     def send_weight(self, micro: MicroBatch) -> None:
-        """As soon as it is known, so that nothing has to wait for it later."""
+        """Send it as soon as it is known, so that nothing has to wait for it later."""
         if not (micro.sync and self.started) or self._sent:
             return
-        own = max(self._weight + micro.weight, NOTHING) / self._divisor
+        share = max(self._weight + micro.weight, NOTHING) / self._divisor
         if self._rider is not None:
             for n, weight in enumerate(self._mean_weights):
-                weight[:] = 0 if n else own  # devices are summed up, too
+                weight[:] = 0 if n else share  # devices are summed up, too
         elif not micro.summed:
             # Always the same array: so the engine sends one after the other.
             (mean,) = self._mean_weights
-            mean[:] = own
+            mean[:] = share
             self._store.sum(self._weight_key, mean, 1, self._exchange)
         self._sent = True
 

@@ -27,11 +27,11 @@ class Carriers:
     first backward."""
 
     def __init__(self, parameter: mx.gluon.Parameter) -> None:
-        own = parameter.list_data()
-        self.arrays = [nd.zeros(array.size + 1, array.context) for array in own]
+        values = parameter.list_data()
+        self.arrays = [nd.zeros(array.size + 1, array.context) for array in values]
         self.numbers = [array[-1:] for array in self.arrays]
         self._places = [
-            array[:-1].reshape(each.shape) for array, each in zip(self.arrays, own, strict=True)
+            array[:-1].reshape(value.shape) for array, value in zip(self.arrays, values, strict=True)
         ]  # these share its memory
 
     def load(self, gradients: Sequence[nd.NDArray]) -> None:

@@ -80,7 +80,7 @@ class SeenGradients:
         return [(array, array.copy()) for array in self.arrays[place]]
 
     def _keep(self, places: set[int]) -> None:
-        self._kept += [each for place in places for each in self._copied(place)]
+        self._kept += [pair for place in places for pair in self._copied(place)]
 
 
 def _changed(pairs: Iterable[tuple[nd.NDArray, nd.NDArray]]) -> bool:

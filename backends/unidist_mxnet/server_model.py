@@ -36,7 +36,7 @@ class UpdatedByServer(Optimized):
         self._filled: set[str] = set()  # parameters whose state came from a checkpoint
         self._inside: dict[str, float] = {}  # the rate in the momentum: the last but 0 that moved a parameter
         self._told_inside: float | None = None  # ... where it is the same for all
-        self._slots_of_each: int | None = None
+        self._slots_per_parameter: int | None = None
         self._weighs = False  # whether any sample is in the gradient
         self._set: str | None = None  # a parameter that was given another value, which the servers do not know
         # The count is a pushpull, which a compressed store does not have; and it would be compressed.
@@ -61,9 +61,11 @@ class UpdatedByServer(Optimized):
             self.staleness.start()
 
     def _factors(self) -> dict[str, dict[int, float]]:
-        """By key: the servers know no Parameters."""
+        """The multipliers by key: the servers know no Parameters."""
         keyed = dict(zip(self.keys, self.trainable, strict=True))
-        return {name: {key: getattr(each, name) for key, each in keyed.items()} for name in ("lr_mult", "wd_mult")}
+        return {
+            name: {key: getattr(parameter, name) for key, parameter in keyed.items()} for name in ("lr_mult", "wd_mult")
+        }
 
     def sending(self, keys: list[int], gradients: list[list[nd.NDArray]]) -> Callable[[], None]:
         return self._store.pushing(keys, gradients, [list(copies) for copies in zip(*self.weights, strict=True)])
@@ -145,10 +147,10 @@ class UpdatedByServer(Optimized):
             self._store.command("rate", self.keys, rate=rate, update=self._updates)
 
     def pull(self) -> None:
-        """What the servers hold now."""
+        """Take over what the servers hold now."""
         # After a pushpull from one device the library receives into what was sent: the gradients, which may be waiting.
-        kept = [[each.copy() for each in gradients] for gradients in self._by_key]
-        self._store.kv.pull(self.keys, out=[list(each) for each in zip(*self.weights, strict=True)])
+        kept = [[gradient.copy() for gradient in gradients] for gradients in self._by_key]
+        self._store.kv.pull(self.keys, out=[list(on_devices) for on_devices in zip(*self.weights, strict=True)])
         for copies, gradients in zip(kept, self._by_key, strict=True):
             for copy, gradient in zip(copies, gradients, strict=True):
                 copy.copyto(gradient)
@@ -216,7 +218,7 @@ class UpdatedByServer(Optimized):
         self._exchange.meet()
         keyed = {name: key for name, key in zip(self.saved_names, self.keys, strict=True) if name in saved.states}
         if rank_0:
-            counts, rates = ({keyed[name]: each[name] for name in keyed} for each in (saved.counts, saved.rates))
+            counts, rates = ({keyed[name]: by_name[name] for name in keyed} for by_name in (saved.counts, saved.rates))
             self._store.command("restore", self.keys, counts=counts, rates=rates)
         dtypes = {name: weight.dtype for name, weight in zip(self.saved_names, self.weights[0], strict=True)}
         for slot in range(self._slots()):
@@ -230,17 +232,17 @@ class UpdatedByServer(Optimized):
             set_rate(self._optimizer, saved.rate)
 
     def _slots(self) -> int:
-        """How many arrays the servers keep for a parameter. Each has to pass for the parameter on its way."""
-        if self._slots_of_each is None:
+        """How many arrays the servers keep for a parameter. Each travels as if it were the parameter."""
+        if self._slots_per_parameter is None:
             first = [(tuple(weight.shape), weight.dtype) for weight in self.weights[0]]
             kept = [state_arrays(self._optimizer, weight) for weight in self.weights[0]]
-            if any(state != own for states, own in zip(kept, first, strict=True) for state in states):
+            if any(state != like for states, like in zip(kept, first, strict=True) for state in states):
                 raise UnsupportedOperation(
                     f"{type(self._optimizer).__name__} keeps arrays that are not like their parameters, and the "
                     "servers hold them: save the model alone, or use update_on='worker' with dist_sync"
                 )
-            self._slots_of_each = len(kept[0])
-        return self._slots_of_each
+            self._slots_per_parameter = len(kept[0])
+        return self._slots_per_parameter
 
     def _counts(self) -> dict[str, int]:
         """How often the servers have updated each parameter. Nobody sends anything any more after this."""

@@ -33,13 +33,13 @@ class Owner(Protocol):
 
 
 def _owners(parameter: Any) -> Iterator[Owner]:
-    for each in getattr(parameter, "_owners", ()):
-        if (owner := each()) is not None and not owner.released:
+    for reference in getattr(parameter, "_owners", ()):
+        if (owner := reference()) is not None and not owner.released:
             yield owner
 
 
 def watch(parameter: gluon.Parameter, owner: Owner) -> None:
-    watchers = [each for each in getattr(parameter, "_owners", ()) if each() is not None]
+    watchers = [reference for reference in getattr(parameter, "_owners", ()) if reference() is not None]
     parameter._owners = [*watchers, weakref.ref(owner)]
     if not watchers and not type(parameter).__name__.startswith("Watched"):
         kind: type = type(parameter)
