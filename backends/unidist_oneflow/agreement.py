@@ -68,5 +68,5 @@ class Agreement:
         self.differ = len(set(everyone)) > 1
 
     def _compare_in_engine(self, shape: str) -> None:
-        own = self._backend.from_numpy(np.array([zlib.crc32(shape.encode())]))
-        self.differ = len({int(each.numpy()[0]) for each in self._backend.all_gather(own)}) > 1
+        checksum = self._backend.from_numpy(np.array([zlib.crc32(shape.encode())]))
+        self.differ = len({int(gathered.numpy()[0]) for gathered in self._backend.all_gather(checksum)}) > 1

@@ -64,10 +64,10 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # OneFlow is not there t
             rows = x.numel() / x.shape[1]
             spare = max(rows - 1, 1)
         else:
-            own = flow.cat([total, squares, flow.full((1,), x.numel() / x.shape[1], dtype=flow.float64).to(x.device)])
+            sums = flow.cat([total, squares, flow.full((1,), x.numel() / x.shape[1], dtype=flow.float64).to(x.device)])
             nothing = flow.full((1,), float(self.is_padding())).to(x.device).to(flow.bool)
-            whole = _Sum.apply(own.masked_fill(nothing, 0.0))
-            # A loss that weighs nothing has no gradient, though it may be not a number.
+            whole = _Sum.apply(sums.masked_fill(nothing, 0.0))
+            # A loss that weighs nothing has no gradient, though it may be NaN.
             whole.register_hook(lambda gradient: flow.zeros_like(gradient) if self.is_padding() else gradient)
             total, squares, rows = whole[: x.shape[1]], whole[x.shape[1] : -1], whole[-1:]
             spare = (rows - 1).clamp(min=1)

@@ -12,5 +12,5 @@ rank, size, total = flow.env.get_rank(), flow.env.get_world_size(), value.numpy(
 
 
 def starts(python: str, script: str, nproc: int, port: int) -> dict[str, list[Start]]:
-    own = [python, "-m", "oneflow.distributed.launch", f"--nproc_per_node={nproc}", f"--master_port={port}", script]
-    return {"by hand": ranks_by_hand([python, script], nproc, port), "its launcher": [(own, {})]}
+    command = [python, "-m", "oneflow.distributed.launch", f"--nproc_per_node={nproc}", f"--master_port={port}", script]
+    return {"by hand": ranks_by_hand([python, script], nproc, port), "its launcher": [(command, {})]}

@@ -44,11 +44,11 @@ class Cluster:
                 )
             graphs = options.view == "consistent"
             others = connections()
-            own_exit = start.bring_up(world, graphs, options.verbose, timeout, log_folder())
+            oneflow_exit = start.bring_up(world, graphs, options.verbose, timeout, log_folder())
         self.world = world
         Cluster._joined = True
         launched = peers is not None and peers.launched
-        self._leaving = Leaving(peers, Keeper(sorted(connections() - others), launched), own_exit)
+        self._leaving = Leaving(peers, Keeper(sorted(connections() - others), launched), oneflow_exit)
         self._leaving.install()
 
     _joined = False  # by this process

@@ -165,9 +165,9 @@ class GlobalStep:
             variables.factor.to(loss.dtype).reshape(loss.shape),
         )
         gradients = {
-            # None or a local tensor where the loss does not depend on it. It is zero in the mirrored view, and so here.
-            own: array if array is not None and array.is_global else self._twins[own].detach() * 0
-            for own, array in zip(self._trained, found, strict=True)
+            # None or a local tensor where the loss does not depend on the parameter: zero, as in the mirrored view.
+            parameter: array if array is not None and array.is_global else self._twins[parameter].detach() * 0
+            for parameter, array in zip(self._trained, found, strict=True)
         }
         share = loss.detach().to_global(sbp=flow.sbp.partial_sum) * float(self._backend.world.world_size)
         return share, gradients
@@ -279,7 +279,7 @@ def _shape_of(value: Any) -> str:
     if isinstance(value, flow.Tensor):
         return f"{value.dtype}{tuple(value.shape)}"
     items = items_of(value)
-    return repr(value) if items is None else "{" + ",".join(f"{key}:{_shape_of(each)}" for key, each in items) + "}"
+    return repr(value) if items is None else "{" + ",".join(f"{key}:{_shape_of(part)}" for key, part in items) + "}"
 
 
 def _tensors_of(value: Any) -> tuple[Tensor, ...]:

@@ -38,10 +38,11 @@ class FlatGradients:
         self._ranks, self.accumulates = ranks, features.accumulate
         # Where each batch is exchanged at once, its loss is divided by the number of ranks, which takes no time.
         self._early = not features.accumulate and not features.local
-        dtypes = [each for each in (flow.float32, flow.float64) if each in {own.dtype for own in named.values()}]
+        present = {parameter.dtype for parameter in named.values()}
+        dtypes = [dtype for dtype in (flow.float32, flow.float64) if dtype in present]
         for dtype in dtypes:
-            chosen = [each for each in named.values() if each.dtype == dtype]
-            sizes = [math.prod(each.shape) for each in chosen]
+            chosen = [parameter for parameter in named.values() if parameter.dtype == dtype]
+            sizes = [math.prod(parameter.shape) for parameter in chosen]
             whole = flow.zeros(sum(sizes) + (dtype == dtypes[-1]), dtype=dtype, device=device)
             begin = 0
             for parameter, size in zip(chosen, sizes, strict=True):
@@ -52,11 +53,11 @@ class FlatGradients:
             self.layout.append(chosen)
         self._weight = _part(self._whole[-1], begin, begin + 1)
         self._sizes: list[Tensor] = []  # the sums of squares of gradients that wait for the rest of their group
-        self._changes: list[Tensor] = []  # whether these were others when the group went on; not read before its update
+        self._changes: list[Tensor] = []  # whether these had changed when the group went on; not read before its update
         self._used = True  # what the buffers hold has been applied, or is of no step
         self.waiting = False  # gradients of earlier batches are there, to be applied with the next ones
         self._lost = False  # these were cleared
-        self._own_weight = 0.0  # of the batches whose gradients are there
+        self._local_weight = 0.0  # of the batches whose gradients are there
         self._mean_weight: float | None = 1.0  # over the ranks; None: it is in the buffer
 
     @property
@@ -86,13 +87,13 @@ class FlatGradients:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, what is added to them does not stay."""
+        """Inside, what is added to the gradients does not stay."""
         before = [buffer.clone() for buffer in self.buffers]
         try:
             yield
         finally:
-            for buffer, own in zip(self.buffers, before, strict=True):
-                buffer.copy_(own)
+            for buffer, values in zip(self.buffers, before, strict=True):
+                buffer.copy_(values)
 
     def add(self, flat: Sequence[Tensor]) -> None:
         """Gradients that were computed elsewhere, one tensor for each buffer."""
@@ -103,11 +104,11 @@ class FlatGradients:
         self._used = False
 
     def added(self, micro: MicroBatch, summed: bool = False) -> None:
-        """After gradients were added. With `summed` they are the only ones, and sums over the ranks already."""
-        self._own_weight += micro.weight
+        """Gradients were added. With `summed` they are the only ones, and sums over the ranks already."""
+        self._local_weight += micro.weight
         self.waiting = True
         if summed:
-            self._mean_weight = self._own_weight
+            self._mean_weight = self._local_weight
         elif micro.sync:
             self._exchange()
         if (self.accumulates and not micro.sync) or micro.spelled_out:
@@ -115,7 +116,7 @@ class FlatGradients:
 
     def _exchange(self) -> None:
         """Gradients and weights become their means over the ranks."""
-        self._weight.fill_(self._own_weight / self.divisor)
+        self._weight.fill_(self._local_weight / self.divisor)
         for whole in self._whole:
             flow._C.local_all_reduce(whole, inplace=True)
             if not self._early:
@@ -152,10 +153,10 @@ class FlatGradients:
             buffer.mul_(factor if isinstance(factor, float) else factor.to(buffer.dtype))
 
     def clip(self, norm: float) -> None:
-        """By the norm of all of them together."""
+        """Clip by the norm of all gradients together."""
         squares = [(buffer * buffer).sum().to(flow.float64) for buffer in self.buffers]
-        own = sum(squares[1:], squares[0]).sqrt()
-        self.scale((norm / (own + 1e-6)).clamp(max=1.0))
+        total_norm = sum(squares[1:], squares[0]).sqrt()
+        self.scale((norm / (total_norm + 1e-6)).clamp(max=1.0))
 
     def clear(self) -> None:
         self.clear_later()
@@ -164,9 +165,9 @@ class FlatGradients:
             whole.zero_()
 
     def clear_later(self) -> None:
-        """`begin` does it, and with that also clears what a backward of the user's adds in the meantime."""
+        """`begin` clears them, together with what a backward of the user's adds in the meantime."""
         self._used, self.waiting = True, False
-        self._own_weight, self._mean_weight = 0.0, 1.0
+        self._local_weight, self._mean_weight = 0.0, 1.0
         self._lost, self._sizes, self._changes = False, [], []
 
 

@@ -70,7 +70,7 @@ def _maps() -> Iterator[tuple[range, list[str]]]:
     """The memory of this process: addresses, and [rights, offset, device, inode, path]."""
     for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         place, *rest = line.split(maxsplit=5)
-        begin, end = (int(each, 16) for each in place.split("-"))
+        begin, end = (int(bound, 16) for bound in place.split("-"))
         yield range(begin, end), rest
 
 

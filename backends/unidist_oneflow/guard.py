@@ -24,8 +24,8 @@ from unidist.plugin import CommunicationError, Control, Lifeline, Peers
 
 @contextmanager
 def guarded(peers: Peers, timeout: float) -> Iterator[Callable[[], None]]:
-    """Gives a function that returns when the guard is there. Where a launcher of ours watches all ranks, it only looks
-    at the time.
+    """Gives a function that returns when the guard is there. Where a launcher of ours watches all ranks, the
+    guard only watches the time.
     """
     settings = {
         "control": None if peers.launched else peers.control.settings,
@@ -35,7 +35,7 @@ def guarded(peers: Peers, timeout: float) -> Iterator[Callable[[], None]]:
         "member": peers.control.number,
         "timeout": timeout,
     }
-    folders = [str(Path(each).resolve().parents[1]) for each in (str(unidist.__file__), __file__)]
+    folders = [str(Path(path).resolve().parents[1]) for path in (str(unidist.__file__), __file__)]
     code = f"import sys; sys.path[:0] = {folders}; from unidist_oneflow.guard import main; main()"
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code],

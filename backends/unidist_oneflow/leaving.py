@@ -15,13 +15,13 @@ from unidist_oneflow.keeper import Keeper
 class Leaving:
     """From `install` on. `own_exit` is what OneFlow does at the end of the process."""
 
-    def __init__(self, peers: Peers | None, keeper: Keeper, own_exit: Callable[..., Any]) -> None:
-        self._peers, self._keeper, self._own_exit = peers, keeper, own_exit
+    def __init__(self, peers: Peers | None, keeper: Keeper, oneflow_exit: Callable[..., Any]) -> None:
+        self._peers, self._keeper, self._oneflow_exit = peers, keeper, oneflow_exit
         self._left = self._failed = self._raised = False
 
     def install(self) -> None:
         atexit.register(self._at_exit)  # after oneflow's, so it runs before it
-        skipped = (self._at_exit, self._own_exit)
+        skipped = (self._at_exit, self._oneflow_exit)
         ending.offer(ending.Shortcut(self._cannot_leave_well, skipped, self._after_failure))
 
     def leaves(self, failed: bool) -> None:

@@ -95,8 +95,8 @@ class OneFlowBackend(OneFlowTensors):
             if isinstance(module, flow.nn.Dropout):
                 module.generator = flow.default_generator  # each has one of its own, which no checkpoint would hold
         model.to(self.device)  # also on the CPU: PReLU's weight is made on cpu:0, whatever the rank
-        own = dict(model.named_parameters())
-        named = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+        local_parameters = dict(model.named_parameters())
+        named = {name: parameter for name, parameter in local_parameters.items() if parameter.requires_grad}
         if isinstance(optimizer, OptimizerSpec):
             optimizer = optimizers.native(optimizer, list(named.values()))
             self._from_spec.add(optimizer)
@@ -113,20 +113,20 @@ class OneFlowBackend(OneFlowTensors):
         if optimizer is not None:
             gradients = FlatGradients(named, self.device, self.world.world_size, features)
         lengths = [] if optimizer is None else optimizers.lengths(optimizer)
-        settled = Settled(dict(model.named_parameters()), own, gradients)
-        self._prepared[model] = Prepared(own, gradients, faces, update, settled, lengths)
+        settled = Settled(dict(model.named_parameters()), local_parameters, gradients)
+        self._prepared[model] = Prepared(local_parameters, gradients, faces, update, settled, lengths)
         return model, optimizer
 
     def _check_dtypes(self, model: Any) -> None:
         """Before anything is done with the model: where OneFlow cannot exchange a tensor it aborts the process."""
-        for name, each in (*model.named_parameters(), *model.named_buffers()):
-            if each.requires_grad and each.dtype not in (flow.float32, flow.float64):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.requires_grad and tensor.dtype not in (flow.float32, flow.float64):
                 raise UnsupportedOperation(
-                    f"parameter {name} is {each.dtype}, which OneFlow cannot all-reduce: train in float32 or float64"
+                    f"parameter {name} is {tensor.dtype}, which OneFlow cannot all-reduce: train in float32 or float64"
                 )
-            if self.options.view == "consistent" and each.dtype in (flow.float16, flow.bfloat16):
+            if self.options.view == "consistent" and tensor.dtype in (flow.float16, flow.bfloat16):
                 raise UnsupportedOperation(
-                    f"{name} is {each.dtype}, of which OneFlow cannot make a global tensor: use float32, or "
+                    f"{name} is {tensor.dtype}, of which OneFlow cannot make a global tensor: use float32, or "
                     "view='mirrored'"
                 )
 
@@ -147,7 +147,8 @@ class OneFlowBackend(OneFlowTensors):
         return {name: self._local(tensor.detach()) for name, tensor in model.state_dict().items()}
 
     def parameters(self, model: Any) -> Mapping[str, Any]:
-        return {name: each.detach() for name, each in self._prepared[model].named.items() if each.requires_grad}
+        named = self._prepared[model].named
+        return {name: parameter.detach() for name, parameter in named.items() if parameter.requires_grad}
 
     def check_state(self, model: Any, arrays: Mapping[str, np.ndarray], filled: Collection[str]) -> None:
         check_tied(arrays, model.state_dict(keep_vars=True))
@@ -269,9 +270,9 @@ class OneFlowBackend(OneFlowTensors):
         return {"oneflow": self.to_numpy(flow.get_rng_state())}
 
     def load_rng_state(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        what, own = "the generator state 'oneflow'", tuple(flow.get_rng_state().shape)
-        state = expect.array(what, arrays.get("oneflow"), np.uint8, own).copy()
-        words = state[: 624 * 8].view("<u8")  # of 32 bits, each in 8 bytes. OneFlow looks at the length alone
+        what, shape = "the generator state 'oneflow'", tuple(flow.get_rng_state().shape)
+        state = expect.array(what, arrays.get("oneflow"), np.uint8, shape).copy()
+        words = state[: 624 * 8].view("<u8")  # 32 bits each, in 8 bytes. OneFlow looks at the length alone
         if not 0 < words.max() < 2**32:
             raise CheckpointError(f"{what} is damaged")
 

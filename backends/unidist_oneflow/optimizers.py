@@ -53,9 +53,9 @@ def check(optimizer: Any, model: Any) -> None:
     check_groups(optimizer, model.parameters())
 
 
-def check_groups(optimizer: Any, own: Iterable[Any]) -> None:
+def check_groups(optimizer: Any, parameters: Iterable[Any]) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group.parameters]
-    check_own_parameters(held, own)
+    check_own_parameters(held, parameters)
 
 
 def lengths(optimizer: Any) -> list[int]:
@@ -64,12 +64,12 @@ def lengths(optimizer: Any) -> list[int]:
 
 
 def guard(optimizer: Any, allowed: Callable[[Any], bool]) -> None:
-    """Called by the user, its step would apply what this rank has computed, and part the ranks."""
-    own = weakref.ref(optimizer)  # the optimizer must not keep itself alive
+    """Refuse steps that the user calls: they would apply what this rank alone has computed, and part the ranks."""
+    reference = weakref.ref(optimizer)  # the optimizer must not keep itself alive
     replaced = vars(optimizer).get("step")
 
     def step(*arguments: Any, **named: Any) -> Any:
-        optimizer = own()
+        optimizer = reference()
         if optimizer is None or not allowed(optimizer):
             raise StateError(
                 "optimizer.step() was called directly, so this rank would go its own way: leave it to the callable of "
@@ -90,9 +90,9 @@ def state(named: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], dic
     """(tensors, plain values). OneFlow counts steps once for an optimizer, others for each parameter."""
     tensors: dict[str, Any] = {}
     for name, parameter in named.items():
-        own = optimizer._state.get(parameter, {})
-        tensors.update({f"{name}/{PORTABLE.get(key, key)}": value for key, value in own.items()})
-        if "exp_avg" in own:
+        slots = optimizer._state.get(parameter, {})
+        tensors.update({f"{name}/{PORTABLE.get(key, key)}": value for key, value in slots.items()})
+        if "exp_avg" in slots:
             tensors[f"{name}/step"] = flow.tensor(float(optimizer._state["step"]))
     groups = [dict(group.options) for group in optimizer.param_groups]
     return tensors, {"kind": type(optimizer).__name__, "step": optimizer._state["step"], "groups": groups}
@@ -106,18 +106,18 @@ def checked_state(
     from_numpy: Callable[[np.ndarray], Any],
     with_settings: bool,
 ) -> Callable[[], None]:
-    """What takes it back, when all of it is what an optimizer of this kind has. `with_settings`: those of a native
-    optimizer come from the checkpoint."""
-    own = [dict(group.options) for group in optimizer.param_groups]
-    groups = expect.optimizer(values, type(optimizer).__name__, len(own))
+    """Check that an optimizer of this kind can have this state, and return a function that restores it. With
+    `with_settings`, those of a native optimizer come from the checkpoint."""
+    current = [dict(group.options) for group in optimizer.param_groups]
+    groups = expect.optimizer(values, type(optimizer).__name__, len(current))
     shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
     slots = expect.slots(arrays, shapes, values["kind"])
     for name, kept in slots.items():
         for slot, array in kept.items():
             check_range(f"the optimizer's {name}/{slot}", array, named[name].dtype)
-    counts = [expect.count(f"{name}/step", each["step"]) for name, each in slots.items() if "step" in each]
+    counts = [expect.count(f"{name}/step", kept["step"]) for name, kept in slots.items() if "step" in kept]
     step = expect.whole("the optimizer's step", values.get("step", max(counts, default=0)))
-    pairs = enumerate(zip(groups, own, strict=True)) if with_settings else ()
+    pairs = enumerate(zip(groups, current, strict=True)) if with_settings else ()
     settings = [expect.settings(f"the optimizer's group {n}", *pair, KERNELS) for n, pair in pairs]
 
     def put() -> None:

@@ -17,23 +17,25 @@ Tensor = Any
 class Parameter(NamedTuple):
     name: str
     shown: Tensor  # as the user sees it
-    own: Tensor  # as a local tensor; in the mirrored view that is the same
+    local: Tensor  # as a local tensor; in the mirrored view that is the same
     trained: bool
-    gradient: Tensor | None  # the view of a flat buffer that `own.grad` is
+    gradient: Tensor | None  # the view of a flat buffer that `local.grad` is
 
 
 class Settled:
-    def __init__(self, shown: Mapping[str, Tensor], own: Mapping[str, Tensor], gradients: FlatGradients | None) -> None:
+    def __init__(
+        self, shown: Mapping[str, Tensor], local: Mapping[str, Tensor], gradients: FlatGradients | None
+    ) -> None:
         self._gradients = gradients
         self._entries = [
             Parameter(
-                name, parameter, own[name], parameter.requires_grad, None if gradients is None else own[name].grad
+                name, parameter, local[name], parameter.requires_grad, None if gradients is None else local[name].grad
             )
             for name, parameter in shown.items()
         ]
         self._changed = False  # perhaps
-        self._numbers = {id(entry.own): number for number, entry in enumerate(self._entries)}
-        tensors = [each for entry in self._entries for each in (entry.shown, entry.own)]
+        self._numbers = {id(entry.local): number for number, entry in enumerate(self._entries)}
+        tensors = [tensor for entry in self._entries for tensor in (entry.shown, entry.local)]
         watch(tensors, self)
 
     def touched(self, tensor: Tensor, what: str) -> None:
@@ -60,14 +62,14 @@ class Settled:
             self._gradients.check()
         if not self._changed:
             return
-        for name, shown, own, trained, gradient in self._entries:
+        for name, shown, local, trained, gradient in self._entries:
             if shown.requires_grad != trained:
                 raise StateError(
                     f"parameter {name} was {'frozen' if trained else 'unfrozen'} after prepare(), which has settled "
                     "what is trained and exchanged: set requires_grad before it. In the middle of a training, save, "
                     "prepare a new model and load"
                 )
-            if gradient is not None and own.grad is not gradient:
+            if gradient is not None and local.grad is not gradient:
                 raise StateError(
                     f"the gradient of parameter {name} was replaced, by zero_grad(set_to_none=True) or an assignment "
                     "to .grad: unidist clears gradients after each update, leave that to it"

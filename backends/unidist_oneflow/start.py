@@ -45,7 +45,7 @@ def check_not_imported() -> None:
 def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_folder: Path) -> Callable[..., Any]:
     """Import oneflow as this rank of the cluster. The ranks have met before, so all of them are on their way here.
 
-    Gives what it wants to be called at the end of the process.
+    Returns the function that it has registered for the end of the process.
     """
     os.environ.update(
         MASTER_ADDR=str(world.master_addr),
@@ -79,9 +79,9 @@ def bring_up(world: World, graphs: bool, verbose: bool, timeout: float, log_fold
             "(SIGSEGV), about once in 10,000 steps on a busy machine. graph=False does without."
         )
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, handler)  # OneFlow put its own beneath Python's: no KeyboardInterrupt came
-    [own_exit] = [function for function in registered if getattr(function, "__module__", None) == "oneflow"]
-    return own_exit
+        signal.signal(signal.SIGINT, handler)  # OneFlow puts its own beneath Python's: no KeyboardInterrupt comes
+    [oneflow_exit] = [function for function in registered if getattr(function, "__module__", None) == "oneflow"]
+    return oneflow_exit
 
 
 class WaitForMaster:

@@ -30,8 +30,8 @@ class Kernel(NamedTuple):
 def _kernel(name: str, numbers: Mapping[str, str], state: Mapping[str, str]) -> Kernel:
     """Inputs of an operation, and what OneFlow's optimizers call them."""
     builder = flow.stateful_op(name).Input("model").Input("model_diff")
-    for each in (*numbers, *state):
-        builder = builder.Input(each)
+    for input_name in (*numbers, *state):
+        builder = builder.Input(input_name)
     run = getattr(flow._C, f"dispatch_{name}")
     return Kernel(builder.Build(), run, tuple(numbers.values()), tuple(state.values()))
 
@@ -92,16 +92,16 @@ class GraphUpdate:
                     yield parameter, key, self._share(f"{key}{n}_{m}", parameter, key)
 
     def _share(self, name: str, parameter: Tensor, key: str) -> Tensor:
-        own = self._optimizer._state[parameter]
+        state = self._optimizer._state[parameter]
         if name not in self._shared:
-            if key not in own:
-                own[key] = flow.zeros_like(parameter)
-            self._variables.share(name, own[key])
-            self._shared[name] = own[key]
+            if key not in state:
+                state[key] = flow.zeros_like(parameter)
+            self._variables.share(name, state[key])
+            self._shared[name] = state[key]
         shared = self._shared[name]
-        if own.get(key) is not shared:  # a checkpoint was loaded
-            shared.copy_(own[key]) if key in own else shared.zero_()
-            own[key] = shared
+        if state.get(key) is not shared:  # a checkpoint was loaded
+            shared.copy_(state[key]) if key in state else shared.zero_()
+            state[key] = shared
         return shared
 
     def trace(self, variables: Any, gradients: Mapping[Tensor, Tensor]) -> None:

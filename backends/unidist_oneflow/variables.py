@@ -12,11 +12,11 @@ from oneflow import nn
 Tensor = Any
 
 
-def global_twin(own: Tensor, placement: Any) -> Tensor:
-    """Whole on every rank, with the values of rank 0. All ranks ask together."""
-    whole = own.detach().to_global(placement=placement, sbp=flow.sbp.broadcast)
-    own.data = whole.to_local()
-    return nn.Parameter(whole, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else whole
+def global_twin(local: Tensor, placement: Any) -> Tensor:
+    """A tensor that is whole on every rank, with the values of rank 0. All ranks call this together."""
+    whole = local.detach().to_global(placement=placement, sbp=flow.sbp.broadcast)
+    local.data = whole.to_local()
+    return nn.Parameter(whole, requires_grad=local.requires_grad) if isinstance(local, nn.Parameter) else whole
 
 
 class Variables(nn.Module):  # type: ignore[misc]  # OneFlow is not there to be checked
@@ -28,19 +28,19 @@ class Variables(nn.Module):  # type: ignore[misc]  # OneFlow is not there to be 
         self._placement = placement
         self._numbers: dict[str, tuple[Tensor, float]] = {}  # local tensor, its value
 
-    def share(self, name: str, own: Tensor) -> None:
-        self.register_buffer(name, global_twin(own, self._placement))
+    def share(self, name: str, tensor: Tensor) -> None:
+        self.register_buffer(name, global_twin(tensor, self._placement))
 
     def set(self, name: str, value: float) -> None:
-        """A number that may change from run to run. All ranks set the same ones."""
+        """Set a number that may change from run to run. All ranks set the same ones."""
         value = float(value)
         if name not in self._numbers:
             self._numbers[name] = (flow.full((1,), value, dtype=flow.float32), value)
             self.share(name, self._numbers[name][0])
-        own, before = self._numbers[name]
+        tensor, before = self._numbers[name]
         if value != before:
-            own.fill_(value)
-            self._numbers[name] = (own, value)
+            tensor.fill_(value)
+            self._numbers[name] = (tensor, value)
 
 
 class Faces:
@@ -54,12 +54,12 @@ class Faces:
         self.twins: dict[Tensor, Tensor] = {}  # global by local; a tensor that two modules share stays shared
         for module in model.modules():
             for table in (module._parameters, module._buffers):
-                for name, own in table.items():
-                    if own is None:
+                for name, local in table.items():
+                    if local is None:
                         continue
-                    if own not in self.twins:
-                        self.twins[own] = global_twin(own, placement)
-                    self._entries.append((table, name, own, self.twins[own]))
+                    if local not in self.twins:
+                        self.twins[local] = global_twin(local, placement)
+                    self._entries.append((table, name, local, self.twins[local]))
         self.variables = Variables(placement)
         self._inside = 0  # how often `local` was entered and not left
         self._show(3)

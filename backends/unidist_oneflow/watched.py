@@ -29,13 +29,13 @@ _owners: dict[int, weakref.ref[Owner]] = {}  # by identity of the tensor, which 
 
 def watch(tensors: Iterable[Tensor], owner: Owner) -> None:
     _install()
-    own = {id(tensor): weakref.ref(owner) for tensor in tensors}
-    _owners.update(own)
-    weakref.finalize(owner, _forget, own)
+    entries = {id(tensor): weakref.ref(owner) for tensor in tensors}
+    _owners.update(entries)
+    weakref.finalize(owner, _forget, entries)
 
 
-def _forget(own: dict[int, weakref.ref[Owner]]) -> None:
-    for key, owner in own.items():
+def _forget(entries: dict[int, weakref.ref[Owner]]) -> None:
+    for key, owner in entries.items():
         if _owners.get(key) is owner:  # else the number has been given to a tensor of another owner
             del _owners[key]
 

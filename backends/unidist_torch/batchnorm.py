@@ -61,11 +61,11 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # torch is not there to 
         axes = [axis for axis in range(x.dim()) if axis != 1]
         exact = x.double()  # the difference of two large sums would be lost in float32, and more so below
         rows = torch.full((1,), x.numel() / x.shape[1], dtype=exact.dtype, device=x.device)
-        own = torch.cat([exact.sum(axes), (exact * exact).sum(axes), rows])
+        local_sums = torch.cat([exact.sum(axes), (exact * exact).sum(axes), rows])
         nothing = torch.full((1,), self.is_padding(), device=x.device)
-        # One collective; its backward sums the gradients of all ranks' losses. One that weighs nothing has none, though
-        # it may be not a number.
-        whole = self.all_reduce(own.masked_fill(nothing, 0.0))
+        # One collective; its backward sums the gradients of all ranks' losses. A loss that weighs
+        # nothing has no gradient, though it may be NaN.
+        whole = self.all_reduce(local_sums.masked_fill(nothing, 0.0))
         whole.register_hook(lambda gradient: torch.zeros_like(gradient) if self.is_padding() else gradient)
         total, squares, count = whole.split([x.shape[1], x.shape[1], 1])
         mean = total / count

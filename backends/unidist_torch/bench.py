@@ -40,12 +40,12 @@ def contestants(strategy: unidist.Strategy) -> dict[str, Callable[[int], None]]:
             optimizer.zero_grad()
 
     def through_unidist(loader: Iterable[Any]) -> Callable[[int], None]:
-        model, own = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
-        step = strategy.train_step(model, own, lambda m, inputs, labels: nn.functional.cross_entropy(m(inputs), labels))
-        own_batches = endless(loader)
+        model, sgd = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
+        step = strategy.train_step(model, sgd, lambda m, inputs, labels: nn.functional.cross_entropy(m(inputs), labels))
+        endless_batches = endless(loader)
 
         def run(steps: int) -> None:
-            for inputs, labels in islice(own_batches, steps):
+            for inputs, labels in islice(endless_batches, steps):
                 step(inputs, labels)
 
         return run

@@ -71,7 +71,7 @@ def largest_part(state: Waiting, bucket: dist.GradBucket) -> torch.futures.Futur
     gradient[chosen] = 0
     for parameter, rest in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
         state.rest[parameter] = rest.clone().view_as(parameter)
-    all_values, all_chosen = ([torch.empty_like(own) for _ in range(size)] for own in (values, chosen))
+    all_values, all_chosen = ([torch.empty_like(sent) for _ in range(size)] for sent in (values, chosen))
     dist.all_gather(all_values, values)
     dist.all_gather(all_chosen, chosen)
     gradient.zero_()

@@ -189,11 +189,11 @@ class TorchModels(Backend):
         if model not in self._buffers:  # to look for them in every step would cost more with every layer
             owners = [module for module in model.modules() if module._buffers]
             self._buffers[model] = [weakref.ref(module) for module in owners]
-        owners = [module for each in self._buffers[model] if (module := each()) is not None]
-        held = {id(each): each for module in owners for each in module._buffers.values() if each is not None}
+        owners = [module for reference in self._buffers[model] if (module := reference()) is not None]
+        held = {id(buffer): buffer for module in owners for buffer in module._buffers.values() if buffer is not None}
         buffers = [tensor for tensor in held.values() if tensor.numel()]  # the model may have assigned new ones
-        for dtype in dict.fromkeys(each.dtype for each in buffers):
-            alike = [each for each in buffers if each.dtype == dtype]
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+            alike = [buffer for buffer in buffers if buffer.dtype == dtype]
             flat = self.broadcast(torch.cat([tensor.reshape(-1) for tensor in alike]), 0)
             for buffer, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 buffer.copy_(part.view_as(buffer))
@@ -203,10 +203,10 @@ class TorchModels(Backend):
 
     @contextmanager
     def keep_gradients(self, model: Any, other: Any) -> Iterator[None]:
-        trained = [each for each in model.parameters() if each.requires_grad]
-        if not {id(each) for each in other.parameters()}.isdisjoint(map(id, trained)):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not {id(parameter) for parameter in other.parameters()}.isdisjoint(map(id, trained)):
             raise StateError(SHARED)
-        held = [each.grad for each in trained]
+        held = [parameter.grad for parameter in trained]
         for parameter in trained:
             parameter.grad = None
         try:
@@ -223,8 +223,8 @@ class TorchModels(Backend):
                 held.check_present()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if what == "gradients":
-            used = self.all_reduce(torch.tensor([each.grad is not None for each in trained]), "max").tolist()
-            trained = [each for each, anywhere in zip(trained, used, strict=True) if anywhere]
+            used = self.all_reduce(torch.tensor([parameter.grad is not None for parameter in trained]), "max").tolist()
+            trained = [parameter for parameter, anywhere in zip(trained, used, strict=True) if anywhere]
             for parameter in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

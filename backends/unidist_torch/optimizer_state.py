@@ -43,7 +43,7 @@ def load(
     scaler: Any,
     device: torch.device,
 ) -> Callable[[], None]:
-    """Checks and tries out everything, and returns what puts it in place."""
+    """Check and try out everything, and return a function that puts it in place."""
     groups = expect.optimizer(values, type(optimizer).__name__, len(optimizer.param_groups))
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -53,18 +53,18 @@ def load(
         if owner not in parameters or not isinstance(value, (bool, int, float, str)):
             raise expect.refuse(f"the optimizer's {name}", value, "a plain value of a parameter")
         plain.setdefault(owner, {})[key] = value
-    own = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    settings: list[dict[str, Any]] = [{} for _ in own]
+    current = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings: list[dict[str, Any]] = [{} for _ in current]
     if with_settings:
-        pairs = enumerate(zip(groups, own, strict=True))
+        pairs = enumerate(zip(groups, current, strict=True))
         settings = [expect.settings(f"the optimizer's group {n}", *pair, trial.KERNELS) for n, pair in pairs]
     known = trial.possible(optimizer)
     slots = expect.slots(arrays, shapes, values["kind"], values.get("state", {}), alike=not known)
-    state = {name: {NATIVE.get(slot, slot): each for slot, each in slots[name].items()} for name in slots}
+    state = {name: {NATIVE.get(slot, slot): array for slot, array in slots[name].items()} for name in slots}
     kept: dict[str, dict[str, trial.Like]] = {}
     if known:
-        names = {id(each): name for name, each in parameters.items()}
-        for group, mine, saved in zip(optimizer.param_groups, own, settings, strict=True):
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for group, mine, saved in zip(optimizer.param_groups, current, settings, strict=True):
             trial.check_settings(type(optimizer), mine, saved)
             for parameter in group["params"]:
                 name = names[id(parameter)]
@@ -120,11 +120,11 @@ def _check_kept(
         check_range(what, state[key], like.dtype)
 
 
-def _checked_scale(saved: object, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a GradScaler: all that it has here, as numbers."""
+def _checked_scale(saved: object, current: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a GradScaler, which must have all that it has here, as numbers."""
     held = expect.mapping("the scale of gradients", saved)
-    if held.keys() != own.keys():
-        raise expect.refuse("the scale of gradients", sorted(held), f"made of {', '.join(own)}")
+    if held.keys() != current.keys():
+        raise expect.refuse("the scale of gradients", sorted(held), f"made of {', '.join(current)}")
     for key, value in held.items():
-        (expect.whole if isinstance(own[key], int) else expect.number)(f"the scale of gradients' {key}", value, 0)
+        (expect.whole if isinstance(current[key], int) else expect.number)(f"the scale of gradients' {key}", value, 0)
     return held

@@ -69,7 +69,7 @@ class _Carrier(nn.Module):  # type: ignore[misc]  # torch is not there to be che
 
     def __init__(self, model: nn.Module, device: torch.device, compressed: bool) -> None:
         super().__init__()
-        trained = [each.dtype for each in model.parameters() if each.requires_grad]
+        trained = [parameter.dtype for parameter in model.parameters() if parameter.requires_grad]
         # A bucket holds one dtype: that of others where it is exact, and none of theirs where they are compressed.
         exact = [torch.float64, torch.float32]
         fitting = [bucket for bucket in exact if (bucket in trained) is not compressed] or exact

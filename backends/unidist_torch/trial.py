@@ -34,7 +34,7 @@ def possible(optimizer: torch.optim.Optimizer) -> bool:
     return bool(type(optimizer).step.__module__.startswith("torch.optim."))
 
 
-def check_settings(kind: type, own: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def check_settings(kind: type, current: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuse what the optimizer would refuse when it is made."""
     taken = inspect.signature(kind).parameters
 
@@ -45,22 +45,22 @@ def check_settings(kind: type, own: Mapping[str, Any], new: Mapping[str, Any]) -
             return error
         return None
 
-    error = refusal({**own, **new})
-    if error is not None and refusal(own) is None:
+    error = refusal({**current, **new})
+    if error is not None and refusal(current) is None:
         raise CheckpointError(f"{kind.__name__} refuses the optimizer's settings: {error}") from error
 
 
-def kept(optimizer: Any, parameter: Any, own: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Like]:
-    """The tensors that it keeps for this parameter with the settings `own` and, in the place of these, `new`."""
+def kept(optimizer: Any, parameter: Any, current: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Like]:
+    """The tensors that it keeps for this parameter with the settings `current`, which those in `new` override."""
     for device in (META, parameter.device):
-        found = _after_a_step(optimizer, parameter, {**own, **new}, device)
+        found = _after_a_step(optimizer, parameter, {**current, **new}, device)
         if isinstance(found, dict):
             return {
                 key: Like(tuple(array.shape), array.dtype, parameter.device if array.device == META else array.device)
                 for key, array in found.items()
                 if isinstance(array, torch.Tensor)
             }
-        if isinstance(_after_a_step(optimizer, parameter, own, device), dict):
+        if isinstance(_after_a_step(optimizer, parameter, current, device), dict):
             raise CheckpointError(f"the optimizer could not go on with its settings: {found}") from found
     return {}
 
