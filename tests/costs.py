@@ -1,17 +1,23 @@
-"""What two of the safeguards cost, on two ranks that train the example's model.
+"""What three of the safeguards cost, on two ranks.
 
 python tests/costs.py drift torch                 comparing the parameters over ranks, as a share of the time
 python tests/costs.py queue mxnet --servers 1     a bound on the steps that are queued, against none
+python tests/costs.py meeting torch               the meeting of the ranks, which come at the same moment
 """
 
 import os
+import re
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
-from project import ROOT
+from project import ROOT, free_port
 
 SECONDS = 20.0  # of training, to see what share of it the comparisons take
 ROUNDS, STEPS = 15, 600  # so many that the queue is full several times in each round
@@ -62,6 +68,66 @@ def queue(strategy, step, loader) -> None:
     strategy.print(table(lines, f"{strategy.backend}, 2 processes, {ROUNDS} rounds of {STEPS} steps"))
 
 
+def meeting() -> None:
+    """The ranks wait for each other in a folder first, with the framework imported, so that nothing else counts."""
+    import importlib
+
+    import unidist
+    from unidist import registry
+    from unidist.control.watch import Watch
+
+    plugin = registry.choose(None)[0]
+    for module in ("numpy", plugin.backend.partition(":")[0]):
+        importlib.import_module(module)
+    began, begin, meet = 0.0, Watch.__init__, Watch.meet
+    folder, rank = Path(os.environ["COSTS_FOLDER"]), os.environ.get("UNIDIST_RANK") or os.environ["RANK"]
+
+    def timed_begin(*arguments: object) -> None:
+        nonlocal began
+        (folder / rank).touch()
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.0005)
+        began = time.perf_counter()
+        begin(*arguments)  # type: ignore[arg-type]
+
+    def timed_meet(watch: Watch) -> object:
+        world = meet(watch)
+        print(f"{(time.perf_counter() - began) * 1e3:.1f} ms", flush=True)
+        return world
+
+    Watch.__init__, Watch.meet = timed_begin, timed_meet  # type: ignore[method-assign, assignment]
+    with unidist.Strategy():
+        pass
+
+
+def meetings(backend: str) -> int:
+    sys.path.insert(0, str(ROOT))
+    from unidist.launch.environments import interpreter_for
+
+    python, variables = interpreter_for(backend)
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "backends")))
+    env = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "UNIDIST_BACKEND": backend}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # users have their bytecode compiled
+    launcher = [sys.executable, "-m", "unidist", "run", "--backend", backend, "--nproc", "2", __file__, "meeting"]
+    took: dict[str, list[float]] = {"unidist run": [], "by hand": []}
+    for _ in range(ROUNDS):
+        for how, found in took.items():
+            with tempfile.TemporaryDirectory() as folder:
+                env |= {"COSTS_FOLDER": folder, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                if how == "by hand":
+                    numbered = [{**env, "RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": "2"} for n in range(2)]
+                    ranks = [([python, __file__, "meeting"], variables) for variables in numbered]
+                else:
+                    ranks = [(launcher, env)]
+                jobs = [subprocess.Popen(c, env=e, stdout=PIPE, stderr=DEVNULL, text=True) for c, e in ranks]
+                printed = "".join(job.communicate(timeout=120)[0] for job in jobs)
+            found += [float(number) for number in re.findall(r"([\d.]+) ms", printed)]
+    for how, found in took.items():
+        low, middle, high = statistics.quantiles(found)
+        print(f"{how:12} {middle:6.1f} ms  ({low:.1f} to {high:.1f}), {len(found)} ranks")
+    return 0
+
+
 def endless(loader):
     while True:
         yield from loader
@@ -81,10 +147,14 @@ def train(measure) -> None:
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    if "UNIDIST_RANK" in os.environ:
+    if "COSTS_FOLDER" in os.environ:
+        meeting()
+    elif "UNIDIST_RANK" in os.environ:
         train({"drift": drift, "queue": queue}[what])
     else:
         backend, *more = rest
+        if what == "meeting":
+            sys.exit(meetings(backend))
         paths = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
         run = [sys.executable, "-m", "unidist", "run", "--backend", backend, "--nproc", "2", *more, __file__, what]
         sys.exit(subprocess.call(run, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}))

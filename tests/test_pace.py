@@ -20,8 +20,8 @@ class Engine:
         self.done = step + 1
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(1.0, LEAST), (1 / 64, 32), (1 / 4096, MOST)])
-def test_half_a_second_of_work_waits(monkeypatch, seconds, most):
+@pytest.mark.parametrize(("seconds", "most"), [(1.0, LEAST), (1 / 16, 32), (1 / 4096, MOST)])
+def test_two_seconds_of_work_wait(monkeypatch, seconds, most):
     engine = Engine(monkeypatch, seconds)
     steps = Pace(engine.wait_for)
     waiting = []

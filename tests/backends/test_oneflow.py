@@ -105,7 +105,7 @@ def test_gradients_changed_in_the_middle_of_a_group_are_noticed(mirrored, consis
 def test_steps_that_nobody_waits_for_take_no_more_memory(mirrored, consistent):
     for results in (*mirrored, *consistent):
         early, late = results["memory"]
-        # In pages. The queue itself holds up to 128 steps, of some 5 to 14 pages each, and may be empty at one of the
+        # In pages. The queue itself holds up to 256 steps, of some 5 to 14 pages each, and may be empty at one of the
         # two moments and full at the other. Without a bound, 6,000 steps take 30,000 pages and more.
         assert late - early < 5000
 

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-WORK = 0.5  # seconds of it that may wait
-LEAST, MOST = 4, 128  # steps that may wait, however long they take
+WORK = 2.0  # seconds of it that may wait
+LEAST, MOST = 4, 256  # steps that may wait, however long they take
 # The part of a full queue that is waited for before the engine is told more; the rest keeps it busy meanwhile. Where
-# Python and the engine share a core, short turns of each take longer than long ones: against no bound at all, waiting
-# for half of 64 steps took 1.38 times as long on a busy machine, and waiting for this part of a queue that was twice as
-# long 1.01 times (tests/costs.py, Horovod with Gluon models).
-DRAINED = 7 / 8
+# Python and the engine share a core, long turns of each take less time than short ones. Against no bound at all, OneFlow
+# took 1.04 times as long with these numbers, 1.10 to 1.19 times with half and a quarter of the work in the queue, and
+# 1.40 times with 16 steps, which is what a loop takes that reads each loss (tests/costs.py queue oneflow).
+DRAINED = 1 / 2
 
 
 class Pace:
