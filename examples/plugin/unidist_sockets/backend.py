@@ -33,19 +33,19 @@ class Group:
     weight: float = 0.0
 
     def put(self, gradients) -> None:
-        for each, gradient in zip(self.trained.values(), gradients, strict=True):
-            each.grad = np.asarray(gradient, each.dtype)
-            self.left[each] = each.grad.copy()
+        for parameter, gradient in zip(self.trained.values(), gradients, strict=True):
+            parameter.grad = np.asarray(gradient, parameter.dtype)
+            self.left[parameter] = parameter.grad.copy()
 
     @property
     def changed(self) -> bool:
         """A call of the user's own has touched the gradients."""
-        return any(not np.array_equal(each.grad, left, equal_nan=True) for each, left in self.left.items())
+        return any(not np.array_equal(parameter.grad, left, equal_nan=True) for parameter, left in self.left.items())
 
     def clear(self) -> None:
         self.left, self.weight = {}, 0.0
-        for each in self.trained.values():
-            each.grad = None
+        for parameter in self.trained.values():
+            parameter.grad = None
 
 
 def refuse_step() -> None:
@@ -98,18 +98,22 @@ class SocketsBackend(Backend):
         self._wire.all_gather(b"here")
 
     def _mean(self, arrays) -> list[np.ndarray]:
-        """Of each over the ranks, in one exchange."""
-        flat = np.concatenate([np.ravel(each) for each in arrays])
+        """The mean of each array over the ranks, in one exchange."""
+        flat = np.concatenate([np.ravel(array) for array in arrays])
         mean = np.asarray(self.all_reduce(tiny.tensor(flat), "sum")) / self.world.world_size
-        parts = np.split(mean, np.cumsum([np.size(each) for each in arrays])[:-1])
-        return [part.reshape(np.shape(each)) for part, each in zip(parts, arrays, strict=True)]
+        parts = np.split(mean, np.cumsum([np.size(array) for array in arrays])[:-1])
+        return [part.reshape(np.shape(array)) for part, array in zip(parts, arrays, strict=True)]
 
     # -- models
 
     def _named(self, model) -> dict[str, tiny.Parameter]:
         if not isinstance(model, tiny.Module):
             raise UsageError(f"the model is a {type(model).__name__}, it must be a unidist_sockets.tiny.Module")
-        return {prefix + name: each for prefix, own in model.modules() for name, each in own.parameters.items()}
+        return {
+            prefix + name: parameter
+            for prefix, module in model.modules()
+            for name, parameter in module.parameters.items()
+        }
 
     def check_prepare(self, model, optimizer) -> None:
         named = self._named(model)
@@ -120,8 +124,8 @@ class SocketsBackend(Backend):
             check_own_parameters(optimizer.parameters, named.values())
 
     def prepare(self, model, optimizer, features):
-        self.load_state(model, {name: self.broadcast(each, 0) for name, each in self.state(model).items()})
-        trained = {name: each for name, each in self._named(model).items() if each.trained}
+        self.load_state(model, {name: self.broadcast(tensor, 0) for name, tensor in self.state(model).items()})
+        trained = {name: parameter for name, parameter in self._named(model).items() if parameter.trained}
         if isinstance(optimizer, OptimizerSpec):
             settings = {**vars(optimizer), "lr": optimizer.rate(0)}
             optimizer = tiny.Optimizer(trained.values(), type(optimizer).__name__, **settings)
@@ -137,47 +141,49 @@ class SocketsBackend(Backend):
     def state(self, model):
         self._named(model)
         parts = {}
-        for prefix, own in model.modules():
-            parts |= {prefix + name: tiny.tensor(each.data) for name, each in own.parameters.items()}
-            parts |= {prefix + name: each for name, each in own.buffers.items()}
+        for prefix, module in model.modules():
+            parts |= {prefix + name: tiny.tensor(parameter.data) for name, parameter in module.parameters.items()}
+            parts |= {prefix + name: buffer for name, buffer in module.buffers.items()}
         return parts
 
     def parameters(self, model):
-        return {name: tiny.tensor(each.data) for name, each in self._named(model).items() if each.trained}
+        named = self._named(model)
+        return {name: tiny.tensor(parameter.data) for name, parameter in named.items() if parameter.trained}
 
     def check_state(self, model, arrays, filled) -> None:
         check_tied(arrays, {**arrays, **self._named(model)})
 
     def load_state(self, model, arrays) -> None:
-        for name, each in self.state(model).items():  # views of what the model holds
-            each[...] = arrays[name]
+        for name, tensor in self.state(model).items():  # views of what the model holds
+            tensor[...] = arrays[name]
 
     def settings(self, optimizer):
         return optimizer.settings
 
     def optimizer_state(self, model, optimizer):
-        held = {name: optimizer.slots[each] for name, each in self._named(model).items() if each in optimizer.slots}
-        arrays = {f"{name}/{slot}": tiny.tensor(each) for name, own in held.items() for slot, each in own.items()}
+        named = self._named(model)
+        held = {name: optimizer.slots[parameter] for name, parameter in named.items() if parameter in optimizer.slots}
+        arrays = {f"{name}/{slot}": tiny.tensor(array) for name, slots in held.items() for slot, array in slots.items()}
         if optimizer.kind != "SGD":
             arrays |= {f"{name}/step": tiny.tensor(np.float32(optimizer.updates)) for name in held}
         return arrays, {"kind": optimizer.kind, "groups": [dict(optimizer.settings)]}
 
     def load_optimizer_state(self, model, optimizer, arrays, values):
-        named = {name: each for name, each in self._named(model).items() if each in optimizer.slots}
+        named = {name: parameter for name, parameter in self._named(model).items() if parameter in optimizer.slots}
         (saved,) = expect.optimizer(values, optimizer.kind, 1)
         settings = expect.settings("the optimizer's group 0", saved, optimizer.settings)
-        slots = expect.slots(arrays, {name: each.shape for name, each in named.items()}, optimizer.kind)
-        counts = [expect.count(f"{name}/step", own["step"]) for name, own in slots.items() if "step" in own]
-        for name, own in slots.items():
-            for slot, array in own.items():
+        slots = expect.slots(arrays, {name: parameter.shape for name, parameter in named.items()}, optimizer.kind)
+        counts = [expect.count(f"{name}/step", kept["step"]) for name, kept in slots.items() if "step" in kept]
+        for name, kept in slots.items():
+            for slot, array in kept.items():
                 check_range(f"the optimizer's {name}/{slot}", array, named[name].dtype)
 
         def put() -> None:
             if not hasattr(optimizer, "from_spec"):  # else the user's code holds them
                 optimizer.settings |= settings
             optimizer.updates = max(counts, default=0)
-            for name, each in named.items():
-                for slot, array in optimizer.slots[each].items():
+            for name, parameter in named.items():
+                for slot, array in optimizer.slots[parameter].items():
                     array[...] = slots.get(name, {}).get(slot, 0.0)
 
         return put
@@ -192,29 +198,30 @@ class SocketsBackend(Backend):
         return lambda: tiny.generator.set_state(("MT19937", words[:624], int(words[624])))
 
     def average(self, model, what) -> None:
-        trained = [each for each in self._named(model).values() if each.trained]
+        trained = [parameter for parameter in self._named(model).values() if parameter.trained]
         if what == "parameters":
-            for each, mean in zip(trained, self._mean([each.data for each in trained]), strict=True):
-                each.data[...] = mean
+            for parameter, mean in zip(trained, self._mean([parameter.data for parameter in trained]), strict=True):
+                parameter.data[...] = mean
         else:
-            zeros = [np.zeros_like(each.data) if each.grad is None else each.grad for each in trained]
-            self._groups[model].put(self._mean(zeros))
+            gradients = [np.zeros_like(p.data) if p.grad is None else p.grad for p in trained]
+            self._groups[model].put(self._mean(gradients))
 
     def evens_out(self, model) -> bool:
-        return any(own.buffers for _, own in model.modules())
+        return any(module.buffers for _, module in model.modules())
 
     @contextmanager
     def evaluate(self, model):
-        modes = [(own, own.training) for _, own in model.modules()]
-        for own, _ in modes:  # running statistics differ between ranks; evaluation must not
-            own.training, own.buffers = False, {name: self.broadcast(each, 0) for name, each in own.buffers.items()}
+        modes = [(module, module.training) for _, module in model.modules()]
+        for module, _ in modes:  # running statistics differ between ranks; evaluation must not
+            module.buffers = {name: self.broadcast(buffer, 0) for name, buffer in module.buffers.items()}
+            module.training = False
         before, tiny.recording = tiny.recording, False
         try:
             yield
         finally:
             tiny.recording = before
-            for own, training in modes:
-                own.training = training
+            for module, training in modes:
+                module.training = training
 
     # -- a training step
 
@@ -227,31 +234,32 @@ class SocketsBackend(Backend):
     def backward(self, model, loss, micro) -> None:
         group = self._groups[model]
         self._refuse_if(model, group.left and group.changed, "the gradients were changed in the middle of a group")
-        now = {name for name, each in self._named(model).items() if each.trained}
+        now = {name for name, parameter in self._named(model).items() if parameter.trained}
         self._refuse_if(model, now != group.trained.keys(), "parameters were frozen or unfrozen after prepare()")
         if not isinstance(loss, tiny.Node):
             raise UsageError("the loss has no gradient: compute it from the model's parameters, and do not detach it")
         found = tiny.gradients(loss) if micro.weight else {}  # 0 times a loss that is no number would not be 0
         group.put(
-            group.left.get(each, 0) + micro.weight * found.get(each, 0 * each.data) for each in group.trained.values()
+            group.left.get(parameter, 0) + micro.weight * found.get(parameter, 0 * parameter.data)
+            for parameter in group.trained.values()
         )
         group.weight += micro.weight
         if micro.sync:
             *gradients, weight = self._mean([*group.left.values(), np.float32(group.weight)])
             group.weight = float(weight)
             # Divided at once, so that what is done to gradients before the update is done to what will be applied.
-            group.put(gradients if micro.summed else [each / (group.weight or 1.0) for each in gradients])
+            group.put(gradients if micro.summed else [gradient / (group.weight or 1.0) for gradient in gradients])
 
     def apply(self, model, optimizer, update):
         group, scale = self._groups[model], 1.0 if update.rescale is None else update.rescale
-        gone = any(each.grad is None for each in optimizer.parameters)
+        gone = any(parameter.grad is None for parameter in optimizer.parameters)
         self._refuse_if(model, gone, "the gradients were cleared between backward and step")
         self._refuse_if(model, scale != 1.0 and group.changed, "the gradients were changed before they were scaled")
         if update.clip_norm is not None:
-            norm = scale * np.sqrt(sum((each.grad**2).sum() for each in optimizer.parameters))
+            norm = scale * np.sqrt(sum((parameter.grad**2).sum() for parameter in optimizer.parameters))
             scale *= min(1.0, update.clip_norm / (norm + 1e-6))
-        for each in optimizer.parameters:
-            each.grad = each.grad * np.float32(scale)
+        for parameter in optimizer.parameters:
+            parameter.grad = parameter.grad * np.float32(scale)
         if update.lr is not None:
             optimizer.settings["lr"] = update.lr
         type(optimizer).step(optimizer)

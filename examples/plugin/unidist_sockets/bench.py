@@ -24,7 +24,8 @@ def contestants(strategy):
             yield from loader
 
     by_hand = mlp()
-    own = tiny.Optimizer((p for _, each in by_hand.modules() for p in each.parameters.values()), lr=0.01, momentum=0.9)
+    parameters = (parameter for _, module in by_hand.modules() for parameter in module.parameters.values())
+    sgd = tiny.Optimizer(parameters, lr=0.01, momentum=0.9)
     model, optimizer = strategy.prepare(mlp(), unidist.SGD(0.01, momentum=0.9))
     step = strategy.train_step(model, optimizer, lambda m, x, y: tiny.cross_entropy(m(x), y).mean())
     first, second = batches(), batches()
@@ -32,9 +33,9 @@ def contestants(strategy):
     def hand_written(steps):
         for x, y in islice(first, steps):
             found = tiny.gradients(tiny.cross_entropy(by_hand(x), y).mean())
-            for each, mean in zip(found, strategy.all_reduce([*found.values()]), strict=True):
-                each.grad = mean
-            own.step()
+            for parameter, mean in zip(found, strategy.all_reduce([*found.values()]), strict=True):
+                parameter.grad = mean
+            sgd.step()
 
     def through_unidist(steps):
         for x, y in islice(second, steps):

@@ -66,10 +66,10 @@ def order_of(value, before):
 def gradients(loss):
     """Parameter -> d loss / d parameter."""
     found = {loss: np.ones_like(loss.data)}
-    for each in reversed(order_of(loss, {})):
-        for parent, back in each.parents:
-            found[parent] = found.get(parent, 0) + back(found[each])
-    return {each: gradient for each, gradient in found.items() if isinstance(each, Parameter) and each.trained}
+    for current in reversed(order_of(loss, {})):
+        for parent, back in current.parents:
+            found[parent] = found.get(parent, 0) + back(found[current])
+    return {leaf: gradient for leaf, gradient in found.items() if isinstance(leaf, Parameter) and leaf.trained}
 
 
 def cross_entropy(logits, labels):
@@ -92,7 +92,7 @@ class Module:
     def __call__(self, *inputs):
         for listener in self.listeners:
             listener(inputs)
-        return self.forward(*(node(each) for each in inputs))
+        return self.forward(*(node(value) for value in inputs))
 
     def modules(self, prefix=""):
         """(prefix of names, module) of this one and of all inside."""
@@ -157,26 +157,26 @@ class Optimizer:
         self.parameters, self.kind = list(parameters), kind
         self.settings = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False, **settings}
         slots = ("velocity",) if kind == "SGD" else ("first_moment", "second_moment")
-        self.slots = {each: {slot: np.zeros_like(each.data) for slot in slots} for each in self.parameters}
+        self.slots = {p: {slot: np.zeros_like(p.data) for slot in slots} for p in self.parameters}
         self.updates = 0
 
     def clear(self):
-        for each in self.parameters:
-            each.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def step(self):
         lr, decay = self.settings["lr"], self.settings["weight_decay"]
         self.updates += 1
-        for each in self.parameters:
-            gradient, slots = each.grad, self.slots[each]
+        for parameter in self.parameters:
+            gradient, slots = parameter.grad, self.slots[parameter]
             if self.kind == "AdamW":
-                each.data *= 1 - lr * decay
+                parameter.data *= 1 - lr * decay
             else:
-                gradient = gradient + decay * each.data
+                gradient = gradient + decay * parameter.data
             if self.kind == "SGD":
                 momentum, velocity = self.settings["momentum"], slots["velocity"]
                 velocity[...] = momentum * velocity + gradient
-                each.data -= lr * (gradient + momentum * velocity if self.settings["nesterov"] else velocity)
+                parameter.data -= lr * (gradient + momentum * velocity if self.settings["nesterov"] else velocity)
                 continue
             moments = zip(slots.values(), self.settings["betas"], (gradient, gradient**2), strict=True)
             for moment, beta, new in moments:
@@ -185,4 +185,4 @@ class Optimizer:
                 moment / (1 - beta**self.updates)
                 for moment, beta in zip(slots.values(), self.settings["betas"], strict=True)
             )
-            each.data -= lr * first / (np.sqrt(second) + self.settings["eps"])
+            parameter.data -= lr * first / (np.sqrt(second) + self.settings["eps"])

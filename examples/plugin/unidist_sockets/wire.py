@@ -31,12 +31,12 @@ class Wire:
                 said, _, rank = connection.recv(23, socket.MSG_WAITALL).decode(errors="replace").partition(" ")
                 if secrets.compare_digest(said.encode(), word.encode()):
                     self._sockets[int(rank)] = connection
-        for each in self._sockets.values():
-            each.settimeout(None)  # from here on unidist watches over the ranks, and ends those that wait for the dead
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, nodelay)
+        for connection in self._sockets.values():
+            connection.settimeout(None)  # from here on unidist watches the ranks, and ends those that wait for the dead
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, nodelay)
 
     def all_gather(self, mine: bytes) -> list[bytes]:
-        """Of one length on all ranks; by rank."""
+        """The bytes of all ranks, by rank. They have one length on all of them."""
         with self._translated("an exchange"):
             if self._rank:
                 self._sockets[0].sendall(mine)
@@ -44,8 +44,8 @@ class Wire:
             else:
                 others = [self._receive(rank, len(mine)) for rank in sorted(self._sockets)]
                 everything = b"".join([mine, *others])
-                for each in self._sockets.values():
-                    each.sendall((len(others) + 1).to_bytes(4, "big") + everything)
+                for connection in self._sockets.values():
+                    connection.sendall((len(others) + 1).to_bytes(4, "big") + everything)
         return [everything[start : start + len(mine)] for start in range(0, len(everything), len(mine))]
 
     def _receive(self, rank: int, length: int) -> bytes:
@@ -65,5 +65,5 @@ class Wire:
             raise PeerFailed(f"rank {self._rank} lost another rank in {what}: {error}") from error
 
     def close(self) -> None:
-        for each in self._sockets.values():
-            each.close()
+        for connection in self._sockets.values():
+            connection.close()

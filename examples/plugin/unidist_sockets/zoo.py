@@ -23,16 +23,16 @@ def cross_entropy(model, x, y):
 
 
 def parameters(model):
-    return [each for _, own in model.modules() for each in own.parameters.values()]
+    return [parameter for _, module in model.modules() for parameter in module.parameters.values()]
 
 
 def native_sgd(model, lr):
-    return tiny.Optimizer((each for each in parameters(model) if each.trained), lr=lr)
+    return tiny.Optimizer((parameter for parameter in parameters(model) if parameter.trained), lr=lr)
 
 
 def native_backward(model, x, y):
-    for each, gradient in tiny.gradients(cross_entropy(model, x, y)).items():
-        each.grad = gradient if each.grad is None else each.grad + gradient
+    for parameter, gradient in tiny.gradients(cross_entropy(model, x, y)).items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def native_step(model, optimizer, x, y):
@@ -45,14 +45,14 @@ def clear_gradients(model, optimizer):
 
 
 def halve_gradients(model):
-    for each in parameters(model):
-        each.grad /= 2
+    for parameter in parameters(model):
+        parameter.grad /= 2
 
 
 def set_trained(model, trained):
     """Freeze or unfreeze the first layer."""
-    for each in model.children[0].parameters.values():
-        each.trained = trained
+    for parameter in model.children[0].parameters.values():
+        parameter.trained = trained
 
 
 def draw():
