@@ -118,7 +118,7 @@ def _header(data: BinaryIO, size: int, digest: Any) -> Iterator[tuple[str, str, 
     entries.pop("__metadata__", None)
     end = 0
     described = {name: _described(name, entry) for name, entry in entries.items()}
-    for name, (begin, stop, code, shape) in sorted(described.items(), key=lambda each: each[1][:2]):
+    for name, (begin, stop, code, shape) in sorted(described.items(), key=lambda pair: pair[1][:2]):
         if begin != end or stop - begin != math.prod(shape) * _width(name, code):
             raise CheckpointError(f"{name!r} is said to be at bytes {begin} to {stop}")
         end = stop

@@ -126,10 +126,10 @@ def slots(
         elif slot in portable and value.shape != shapes[parameter]:
             raise CheckpointError(f"the optimizer's {name} is {value.shape}, its parameter {shapes[parameter]}")
         found.setdefault(parameter, {})[slot] = value
-    kept = {slot for own in found.values() for slot in own}
+    kept = {slot for held in found.values() for slot in held}
     needed = portable if kept & portable else kept if alike else set()  # another class of that name may keep others
-    for parameter, own in found.items():
-        absent = [slot for slot in sorted(needed) if slot not in own and f"{parameter}/{slot}" not in plain]
+    for parameter, held in found.items():
+        absent = [slot for slot in sorted(needed) if slot not in held and f"{parameter}/{slot}" not in plain]
         if absent:
             raise CheckpointError(f"the optimizer's {parameter}/{absent[0]} is missing")
     return found

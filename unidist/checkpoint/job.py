@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Put = Callable[[], None]  # changes something in memory; everything has been checked
 
-OWN = "unidist"  # the value that holds what is not the user's
+RESERVED = "unidist"  # the value that holds what is not the user's
 READINGS = 5  # of a checkpoint that another process replaces each time between one rank's reading and another's
 
 
@@ -81,25 +81,25 @@ def save(
     def wanted() -> tuple[Parts, str]:
         place(path)  # only that of rank 0 is written to
         parts = ask()
-        if OWN in values:
-            raise UsageError(f"a value of one's own cannot be called {OWN!r}")
+        if RESERVED in values:
+            raise UsageError(f"a value of one's own cannot be called {RESERVED!r}")
         if keep is not None and parts.schedule is None:
             raise UsageError("keep= numbers checkpoints by the updates made: pass optimizer= too")
         return parts, f"it asks to save {parts}, with keep={keep!r}"
 
     def state() -> tuple[dict[str, Any], dict[str, Any], dict[str, Array]]:
-        own: dict[str, Any] = {"world_size": world.world_size, "framework": backend.framework}
+        record: dict[str, Any] = {"world_size": world.world_size, "framework": backend.framework}
         tensors: dict[str, Any] = {}
         if parts.optimizer is not None and parts.schedule is not None:
             # First: where servers hold the parameters and others may still be sending, this waits for them.
-            moments, own["optimizer"] = backend.optimizer_state(parts.model, parts.optimizer)
+            moments, record["optimizer"] = backend.optimizer_state(parts.model, parts.optimizer)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in moments.items()}
-            own["updates"], own["optimizer_arrays"] = parts.schedule.updates, len(moments)
+            record["updates"], record["optimizer_arrays"] = parts.schedule.updates, len(moments)
         if parts.model is not None:
             tensors |= {f"model/{name}": tensor for name, tensor in backend.state(parts.model).items()}
         if parts.loader is not None:
-            own["loader"] = parts.loader.state()
-        return own, tensors, {**capture(), **backend.rng_state()}
+            record["loader"] = parts.loader.state()
+        return record, tensors, {**capture(), **backend.rng_state()}
 
     def written() -> None:
         if world.rank == 0:
@@ -107,11 +107,11 @@ def save(
             for rank, states in enumerate(everyones):
                 arrays |= {f"rng/{rank}/{name}": state for name, state in states.items()}
             step = parts.schedule.updates if keep is not None and parts.schedule is not None else None
-            write(path, arrays, {**values, OWN: own}, step=step, keep=keep)
+            write(path, arrays, {**values, RESERVED: record}, step=step, keep=keep)
 
     parts = agreement.on(wanted)
     compare(parts.model)
-    (own, tensors, generators), _ = agreement.each(state)
+    (record, tensors, generators), _ = agreement.each(state)
     everyones = collectives.all_gather(generators)  # each rank draws its own dropout: all of the generators are kept
     agreement.each(written)
 
@@ -153,7 +153,7 @@ def load(
         if same:
             for put in puts:
                 put()
-            return {name: value for name, value in found.values.items() if name != OWN}
+            return {name: value for name, value in found.values.items() if name != RESERVED}
     raise CheckpointError(
         f"cannot load {path!s}: the ranks do not read the same there. Another process saves all the time, or the "
         "ranks' hosts do not share this folder: give them one copy. Nothing was changed on any rank."
@@ -161,8 +161,8 @@ def load(
 
 
 def _checked(found: Checkpoint, backend: Backend, parts: Parts, shapes: Mapping[str, Any]) -> list[Put]:
-    """What puts each part in its place, once all of them have been found good."""
-    own = _own(found)
+    """Functions that put each part in its place, once all of them have been found good."""
+    record = _record(found)
     puts: list[Put] = []
     if parts.model is not None:
         given = found.section("model")
@@ -171,19 +171,19 @@ def _checked(found: Checkpoint, backend: Backend, parts: Parts, shapes: Mapping[
         puts.append(lambda: backend.load_state(parts.model, weights))
     schedule = parts.schedule
     if parts.optimizer is not None and schedule is not None:
-        if "updates" not in own:
+        if "updates" not in record:
             raise CheckpointError("it holds no optimizer: load it without optimizer=")
-        updates = expect.whole("the number of updates", own["updates"])
-        state = expect.mapping("the optimizer", own.get("optimizer"))
+        updates = expect.whole("the number of updates", record["updates"])
+        state = expect.mapping("the optimizer", record.get("optimizer"))
         moments = found.section("optimizer")
-        if len(moments) != expect.whole("the number of arrays", own.get("optimizer_arrays", len(moments))):
-            raise CheckpointError(f"it holds {len(moments)} of the optimizer's {own['optimizer_arrays']} arrays")
+        if len(moments) != expect.whole("the number of arrays", record.get("optimizer_arrays", len(moments))):
+            raise CheckpointError(f"it holds {len(moments)} of the optimizer's {record['optimizer_arrays']} arrays")
         puts.append(backend.load_optimizer_state(parts.model, parts.optimizer, moments, state))
         puts.append(lambda: setattr(schedule, "updates", updates))
     if parts.loader is not None:
-        if "loader" not in own:
+        if "loader" not in record:
             raise CheckpointError("it holds no position of a loader: load it without loader=")
-        place = expect.mapping("the loader's position", own["loader"])
+        place = expect.mapping("the loader's position", record["loader"])
         for key in ("epoch", "samples", *(key for key in ("size", "parts") if key in place)):
             expect.whole(f"the loader's {key}", place.get(key))
         if place["samples"] > place.get("size", expect.LARGEST):
@@ -193,21 +193,21 @@ def _checked(found: Checkpoint, backend: Backend, parts: Parts, shapes: Mapping[
     return puts
 
 
-def _own(found: Checkpoint) -> dict[str, Any]:
-    return expect.mapping("the part that unidist wrote", found.values.get(OWN, {}))
+def _record(found: Checkpoint) -> dict[str, Any]:
+    return expect.mapping("the part that unidist wrote", found.values.get(RESERVED, {}))
 
 
 def _generators(found: Checkpoint, backend: Backend, required: bool) -> list[Put]:
-    saved, here = expect.whole("the number of ranks", _own(found).get("world_size"), 1), backend.world.world_size
+    saved, here = expect.whole("the number of ranks", _record(found).get("world_size"), 1), backend.world.world_size
     if saved != here:  # there is no generator for each rank: they keep what they have
         if required:
             raise CheckpointError(f"it holds the generators of {saved} ranks, here are {here}: leave out generators=")
         return []
     states = found.section(f"rng/{backend.world.rank}")
     puts: list[Put] = [restorer(states)]
-    framework = expect.text("the framework", _own(found).get("framework", ""))  # which older checkpoints do not say
+    framework = expect.text("the framework", _record(found).get("framework", ""))  # which older checkpoints do not say
     if required or framework == backend.framework or (not framework and backend.framework in states):
-        # Another framework's dropout cannot be gone on with.
+        # The dropout of another framework cannot be continued.
         puts.append(backend.load_rng_state(states))
     return puts
 

@@ -31,11 +31,11 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 def strip_prefix(arrays: Mapping[str, Array], expected: Iterable[str] = ()) -> dict[str, Array]:
-    """Without the wrappers' prefixes that every name has, unless the model's own names (`expected`) have them too."""
-    stripped, own = dict(arrays), set(expected)
+    """Remove wrappers' prefixes that every name has, unless the model's own names (`expected`) have them too."""
+    stripped, model_names = dict(arrays), set(expected)
     wrappers = [prefix for plugin in registry.loadable() for prefix in plugin.names.wrappers]
-    while stripped and not own.intersection(stripped):
-        wrapper = next((each for each in wrappers if all(name.startswith(each) for name in stripped)), None)
+    while stripped and not model_names.intersection(stripped):
+        wrapper = next((prefix for prefix in wrappers if all(name.startswith(prefix) for name in stripped)), None)
         if wrapper is None:
             break
         stripped = {name[len(wrapper) :]: array for name, array in stripped.items()}

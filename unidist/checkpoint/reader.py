@@ -70,7 +70,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _newest(place: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint itself, or of numbered ones the last written, with its index."""
+    """The checkpoint itself, or the last written of numbered ones, with its index."""
     try:
         return place, read_index(place)
     except (FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ def _newest(place: Path) -> tuple[Path, dict[str, Any]] | None:
         listed = set(numbered(place))
         whole = [(index["serial"], directory, index) for directory in listed if (index := _whole_index(directory))]
         if whole:
-            return max(whole, key=lambda each: each[:2])[1:]
+            return max(whole, key=lambda entry: entry[:2])[1:]
         if listed == seen:
             return None
         seen = listed  # a writer that keeps only one may have replaced it since they were listed

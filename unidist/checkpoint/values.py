@@ -37,7 +37,7 @@ def encode(value: Any, path: str = "values", depth: int = 0) -> Any:
         items = [(encode(key, f"{path} key {key!r}", depth + 1), value[key]) for key in value]
         if any(not (key is None or isinstance(key, (str, int))) for key, _ in items):
             raise UsageError(f"{path} has a key that is not a string, an int, a bool or None")
-        encoded = [(key, encode(each, f"{path}[{key!r}]", depth + 1)) for key, each in items]
+        encoded = [(key, encode(content, f"{path}[{key!r}]", depth + 1)) for key, content in items]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in encoded):
             return dict(encoded)
         return {"$items": [list(pair) for pair in encoded]}
@@ -66,7 +66,7 @@ def decode(value: Any, depth: int = 0) -> Any:
         case {"$tuple": [*parts]} if len(value) == 1:
             return tuple(decode(part, depth + 1) for part in parts)
         case {"$items": [*pairs]} if len(value) == 1 and all(map(_is_item, pairs)):
-            return {key: decode(each, depth + 1) for key, each in pairs}
+            return {key: decode(content, depth + 1) for key, content in pairs}
     raise ValueError(f"unknown form {marks[0][:80]!r}")
 
 

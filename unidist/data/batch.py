@@ -33,7 +33,7 @@ class Batch:
         scale: Scale | None = None,
         lockstep: bool = True,
     ) -> Batch:
-        """From exactly one of the two sizes; a global batch that does not divide is refused."""
+        """Take exactly one of the two sizes; a global batch that does not divide is refused."""
         if (per_device_batch is None) == (global_batch is None):
             raise UsageError("give exactly one of per_device_batch= and global_batch=")
         size = per_device_batch if global_batch is None else global_batch
@@ -52,7 +52,7 @@ class Batch:
         parts = devices * workers
         if size % parts:
             below = size // parts * parts
-            nearest = " or ".join(str(each) for each in (below, below + parts) if each)
+            nearest = " or ".join(str(multiple) for multiple in (below, below + parts) if multiple)
             raise UsageError(
                 f"global_batch {size} does not divide over {workers} workers x {devices} devices; try {nearest}"
             )

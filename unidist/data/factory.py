@@ -64,7 +64,7 @@ def make_loader(
             collate=collate,
         )
         seed = seed if found.seed is None else found.seed
-        own, batch = replace(found, keep_float64=keep_float64, seed=seed), batch_of(found.batch_size)
+        native, batch = replace(found, keep_float64=keep_float64, seed=seed), batch_of(found.batch_size)
         shuffle, tail = found.shuffle, "drop" if found.drop_last else "keep"
     elif is_arrays(data):
         _refuse_given(
@@ -90,15 +90,15 @@ def make_loader(
             )
         require("native_loader")
         batch = batch_of(per_device_batch)
-        own = NativeLoader(
+        native = NativeLoader(
             data, workers or 0, bool(pin_memory), collate, keep_float64, None, batch.per_worker, iterable=not map_style
         )
-    if own.iterable:
+    if native.iterable:
         if shuffle:
             raise UsageError("a stream comes in its own order: shuffle it where it is made, and leave shuffle= out")
-        return StreamLoader(own, batch, on_batch, backend, tail=tail or "keep", gather=all_gather)
+        return StreamLoader(native, batch, on_batch, backend, tail=tail or "keep", gather=all_gather)
     return IndexedLoader(
-        DataSetSource(own, backend),
+        DataSetSource(native, backend),
         batch,
         on_batch,
         rank=backend.world.rank,

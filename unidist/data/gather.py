@@ -31,7 +31,7 @@ def in_order(
     longest = max(map(len, indices))
     padded = np.zeros((longest, *mine.shape[1:]), mine.dtype)
     padded[: len(mine)] = mine
-    gathered = [rows[: len(own)] for rows, own in zip(all_gather(padded), indices, strict=True)]
+    gathered = [rows[: len(theirs)] for rows, theirs in zip(all_gather(padded), indices, strict=True)]
     real = np.concatenate([epoch.real(number, first, stop) for number in range(workers)])
     samples = np.concatenate(indices)[real]
     ordered: Array = np.concatenate(gathered)[real][np.argsort(samples, kind="stable")]

@@ -113,9 +113,9 @@ class IndexedLoader(Loader):
         return {"epoch": epoch, "samples": samples, "size": self.size, "shuffle": self._shuffle, "seed": self._seed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        own = self.state()
-        different = [f"{key} {state.get(key)} there, {own[key]} here" for key in ("size", "shuffle", "seed")
-                     if state.get(key) != own[key]]  # fmt: skip
+        current = self.state()
+        different = [f"{key} {state.get(key)} there, {current[key]} here" for key in ("size", "shuffle", "seed")
+                     if state.get(key) != current[key]]  # fmt: skip
         if different:
             raise CheckpointError(f"the loader's position is of another order of samples: {', '.join(different)}")
         super().load_state(state)

@@ -34,7 +34,7 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
 def leaves_of(value: Any) -> list[Any]:
     """Everything that is no container, in order."""
     items = items_of(value)
-    return [value] if items is None else [leaf for _, each in items for leaf in leaves_of(each)]
+    return [value] if items is None else [leaf for _, part in items for leaf in leaves_of(part)]
 
 
 def arrays_of(value: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any, lists: type = list) -> 
     items = items_of(value)
     if items is None:
         return change(value)
-    parts = {key: map_leaves(change, each, lists) for key, each in items}
+    parts = {key: map_leaves(change, part, lists) for key, part in items}
     if isinstance(value, (list, tuple)):
         if hasattr(value, "_fields"):  # a named tuple takes them apart
             return type(value)(*parts.values())

@@ -59,15 +59,15 @@ class NativeLoader:
 class DataSetSource:
     """A map-style data set: `len()` and `[i]`."""
 
-    def __init__(self, own: NativeLoader, backend: Backend) -> None:
-        self._own, self._backend = own, backend
-        self.size = len(own.dataset)
+    def __init__(self, native: NativeLoader, backend: Backend) -> None:
+        self._native, self._backend = native, backend
+        self.size = len(native.dataset)
         if self.size == 0:
             raise UsageError("data holds no samples")
 
     def read(self, plan: Epoch, rank: int) -> Generator[Any, None, None]:
         batches = [plan.rows(rank, step).tolist() for step in range(plan.steps)]
-        with self._backend.read_batches(self._own, batches) as reading:
+        with self._backend.read_batches(self._native, batches) as reading:
             yield from reading
 
 

@@ -37,7 +37,7 @@ class StreamLoader(Loader):
 
     def __init__(
         self,
-        own: NativeLoader,
+        native: NativeLoader,
         batch: Batch,
         on_batch: OnBatch,
         backend: Backend,
@@ -48,10 +48,10 @@ class StreamLoader(Loader):
         if tail == "pad":
             raise UsageError("tail='pad' needs to know the end of the data: a stream takes 'keep' or 'drop'")
         super().__init__(batch, on_batch)
-        self._own, self._backend = own, backend
+        self._native, self._backend = native, backend
         self._drop, self._gather = tail == "drop", gather
         self._number, self._counted = next(_loaders), 0  # of this loader, and how often its ranks have counted
-        self._alone = own.parted and backend.capabilities.lockstep is not True  # nobody waits for the others
+        self._alone = native.parted and backend.capabilities.lockstep is not True  # nobody waits for the others
 
     def __iter__(self) -> Iterator[Any]:
         number, start = self.epoch, self._start
@@ -61,7 +61,7 @@ class StreamLoader(Loader):
     def _pass(self, number: int, start: int) -> Iterator[Any]:
         rank = self._backend.world.rank
         places = range(rank * self.batch.per_worker, (rank + 1) * self.batch.per_worker)
-        skipping = replace(self._own, stream=Share(start, self.batch.global_batch, places, number))
+        skipping = replace(self._native, stream=Share(start, self.batch.global_batch, places, number))
         self._place = (number, start)
         handed_out: list[tuple[int, int]] = []
         origin = Pass(weakref.ref(self), counts=handed_out)
@@ -77,7 +77,7 @@ class StreamLoader(Loader):
                 real, total, even = coming[0], sum(counts), min(counts) == max(counts)
                 coming, counts = self._next(reading)
                 begin = consumed
-                consumed += self.batch.global_batch if self._own.parted else total
+                consumed += self.batch.global_batch if self._native.parted else total
                 last = not self._goes_on(counts)
                 handed_out.append((real, rows))
                 origin.steps += 1
@@ -94,15 +94,15 @@ class StreamLoader(Loader):
 
     def _next(self, reading: Iterator[Any]) -> tuple[tuple[int, Any], list[int]]:
         """((elements, batch) of this rank, elements of each rank)."""
-        own = next(reading, (0, None))
+        mine = next(reading, (0, None))
         if self._alone:
-            return own, [own[0]] * self.batch.workers
+            return mine, [mine[0]] * self.batch.workers
         self._counted += 1
         peers = self._backend.world.peers
         if peers is None or threading.current_thread() is threading.main_thread():
-            return own, self._gather(own[0])
+            return mine, self._gather(mine[0])
         # The engine may be in the middle of a step, and takes operations in one order only.
-        return own, peers.gather(f"stream {self._number}/{self._counted}", own[0], PATIENCE)
+        return mine, peers.gather(f"stream {self._number}/{self._counted}", mine[0], PATIENCE)
 
     def _check_first(self, counts: list[int], start: int) -> None:
         """Every rank has the counts, so every rank raises."""
@@ -110,7 +110,7 @@ class StreamLoader(Loader):
             raise UsageError(
                 "the stream gave no elements. A generator can be read only once: pass an object that begins anew"
             )
-        resumed = self._own.parted and start > 0  # a part that was read before then gives a row to take part with
+        resumed = self._native.parted and start > 0  # a part that was read before then gives a row to take part with
         if any(counts) and not all(counts) and not self._drop and not resumed:
             raise UsageError(
                 f"the data has too few elements for {self.batch}: the ranks have {counts}. Use a smaller batch, or "
@@ -119,12 +119,12 @@ class StreamLoader(Loader):
 
     def state(self) -> dict[str, Any]:
         epoch, samples = reached(self._passes, self._place)
-        parts = {"parts": self.batch.workers, "seed": self._own.seed} if self._own.parted else {}
+        parts = {"parts": self.batch.workers, "seed": self._native.seed} if self._native.parted else {}
         return {"epoch": epoch, "samples": samples, **parts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if self._own.parted and state["samples"]:
-            there, here = (state.get("parts"), state.get("seed")), (self.batch.workers, self._own.seed)
+        if self._native.parted and state["samples"]:
+            there, here = (state.get("parts"), state.get("seed")), (self.batch.workers, self._native.seed)
             if there != here or state["samples"] % self.batch.global_batch:
                 raise CheckpointError(
                     f"the loader's position is inside a pass over {there[0]} parts with seed {there[1]}, and here are "

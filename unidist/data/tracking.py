@@ -180,7 +180,7 @@ class Tracker:
             for array in tracked.arrays:
                 before = self._by_array.get(id(array))
                 if before is not None:  # an array that comes with every batch tells none of them apart
-                    before.arrays = [each for each in before.arrays if each is not array]
+                    before.arrays = [other for other in before.arrays if other is not array]
                 self._by_array[id(array)] = tracked
             info.origin.handed_out[id(tracked)] = tracked
 
@@ -200,15 +200,15 @@ class Tracker:
             oldest.info.origin.handed_out.pop(id(oldest), None)
 
     @staticmethod
-    def _matters(each: _Tracked, coming: BatchInfo) -> bool:
+    def _matters(tracked: _Tracked, coming: BatchInfo) -> bool:
         """A batch that was not used may have been changed into something that cannot be recognised. It is remembered
         until its loader has ended another pass."""
-        if not each.released:
+        if not tracked.released:
             return True
-        known, new = each.info.origin, coming.origin
+        known, new = tracked.info.origin, coming.origin
         if known.evaluation and known.loader() is None:
             return False
-        return not each.uses and not (coming.last and new is not known and new.loader == known.loader)
+        return not tracked.uses and not (coming.last and new is not known and new.loader == known.loader)
 
     def find(self, arrays: Sequence[Any], user: int) -> list[BatchInfo]:
         """What is known of the batches that these arrays, or some of them, came in. A step is being made of them."""

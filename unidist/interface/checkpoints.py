@@ -78,7 +78,7 @@ class Checkpoints(Process):
         parts = Parts(model, optimizer, schedule, loader, self._trainer.schedules_of(model))
         if (schedule is not None or loads) and self._spelled_out.is_open(model):
             raise StateError("in the middle of a step its gradients would be lost: save or load after step(optimizer)")
-        if any(each.in_group for each in (parts.schedules if loads else filter(None, [schedule]))):
+        if any(affected.in_group for affected in (parts.schedules if loads else filter(None, [schedule]))):
             raise StateError(
                 "in the middle of an accumulation group its gradients would be lost, or change other weights than they "
                 "were computed for: save or load after an update, or call flush(model, optimizer) first, which makes "

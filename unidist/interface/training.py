@@ -95,10 +95,12 @@ class Training(Process):
         settings = Settings(accumulate, sync_every, sync_batchnorm, precision, compression, check_every)
         settings.check(optimizer, self._require)
         self._backend.check_prepare(model, optimizer)
-        own: Mapping[str, object] = {}
+        hyperparameters: Mapping[str, object] = {}
         if optimizer is not None:
-            own = vars(optimizer) if isinstance(optimizer, OptimizerSpec) else self._backend.settings(optimizer)
-        compared = {"optimizer": type(optimizer).__name__, **own, **vars(settings)}
+            hyperparameters = (
+                vars(optimizer) if isinstance(optimizer, OptimizerSpec) else self._backend.settings(optimizer)
+            )
+        compared = {"optimizer": type(optimizer).__name__, **hyperparameters, **vars(settings)}
         notice = compare_ranks(self._backend.state(model), self._backend.to_numpy, self._collectives, compared)
         if notice and self.is_main:
             self._say(f"unidist: {notice}")

@@ -61,9 +61,9 @@ class Schedule:
         self.check_every = check_every  # updates between two comparisons of the parameters over ranks
         self.other_axes: list[tuple[int, ...]] = []  # of the arrays of the last micro-batch, all but the first
         self.lengths_mentioned = False  # that these axes change
-        self.number = self.own_batches = 0  # of this Schedule, and of micro-batches that no loader knows
+        self.number = self.foreign_batches = 0  # of this Schedule, and of micro-batches that no loader knows
         self.axes: set[str] = set()  # all but the first axes of batches, as a loader gave them or the ranks compared
-        self.own_axes: set[str] = set()  # of batches that no loader knows
+        self.foreign_axes: set[str] = set()  # of batches that no loader knows
         self.compared = False  # the first batches of the ranks
         self.stale = False  # gradients of a group that was given up are still there
         self.updates = 0

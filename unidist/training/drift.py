@@ -65,19 +65,19 @@ class DriftCheck:
         """Raises `RanksDisagree` on every rank, naming the first parameter that differs."""
         began = time.perf_counter()
         parameters = self._backend.parameters(model)
-        own = [zlib.crc32(self._backend.to_numpy(parameter).tobytes()) for parameter in parameters.values()]
+        crcs = [zlib.crc32(self._backend.to_numpy(parameter).tobytes()) for parameter in parameters.values()]
         outline = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in parameters.items()])
-        told = {"outline": zlib.crc32(outline.encode()), "sum": zlib.crc32(repr(own).encode()), **self._times()}
+        told = {"outline": zlib.crc32(outline.encode()), "sum": zlib.crc32(repr(crcs).encode()), **self._times()}
         everyone = self._collectives.all_gather(told)
-        if len({answer["outline"] for answer in everyone}) > 1:  # engines do not bear arrays of different sizes
+        if len({answer["outline"] for answer in everyone}) > 1:  # engines cannot take arrays of different sizes
             raise RanksDisagree(
                 f"after {updates} updates, the ranks do not train the same parameters any more: names, shapes, dtypes "
                 "or requires_grad differ. Make such changes on every rank alike"
             )
         if len({answer["sum"] for answer in everyone}) > 1:
-            checksums = self._collectives.all_gather(np.array(own, dtype=np.int64))
+            checksums = self._collectives.all_gather(np.array(crcs, dtype=np.int64))
         else:
-            checksums = [own]
+            checksums = [crcs]
         for number, (name, tensor) in enumerate(parameters.items()):
             if any(checksum[number] != checksums[0][number] for checksum in checksums):
                 self._measure(name, tensor, updates)
@@ -94,9 +94,9 @@ class DriftCheck:
 
     def _measure(self, name: str, tensor: Any, updates: int) -> None:
         """Hosts with different processors may round differently, and that is no drift."""
-        own = self._backend.to_numpy(tensor).astype(np.float64)
+        local = self._backend.to_numpy(tensor).astype(np.float64)
         first = self._backend.to_numpy(self._collectives.broadcast(tensor, 0)).astype(np.float64)
-        apart = float(np.max(np.abs(own - first), initial=0.0))
+        apart = float(np.max(np.abs(local - first), initial=0.0))
         differences = self._collectives.all_gather(apart if np.isfinite(apart) else np.inf)
         allowed = ROUNDING * max(1.0, float(np.max(np.abs(first), initial=0.0)))
         others = [rank for rank, difference in enumerate(differences) if not difference <= allowed]
@@ -130,12 +130,12 @@ def compare_at_the_end(models: Iterable[Prepared], peers: Peers, made: int) -> s
     Should one of them never come, the control plane finds out.
     """
     checksums, held = {}, {}
-    for each in models:
-        model = each.model()
+    for prepared in models:
+        model = prepared.model()
         if model is not None:  # a rank may have dropped a model that others hold
             with suppress(UnidistError):  # it has no parameters yet, or cannot get at them
-                number = str(each.schedule.number)
-                checksums[number], held[number] = each.drift.checksum(model), (each.drift, model)
+                number = str(prepared.schedule.number)
+                checksums[number], held[number] = prepared.drift.checksum(model), (prepared.drift, model)
     told = peers.gather("the end", {"made": made, "checksums": checksums}, WEEK)
     if len({answer["made"] for answer in told}) > 1:
         numbers = ", ".join(f"{answer['made']} on rank {rank}" for rank, answer in enumerate(told[:SHOWN]))

@@ -47,13 +47,13 @@ def _difference(text: bytes, collectives: Collectives) -> str:
     longest = collectives.all_reduce(len(text), "max")
     padded = np.zeros(longest, dtype=np.uint8)
     padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
-    structures = [each.tobytes().rstrip(b"\0").decode().split("\n") for each in collectives.all_gather(padded)]
+    structures = [raw.tobytes().rstrip(b"\0").decode().split("\n") for raw in collectives.all_gather(padded)]
     lines = []
     for rank, theirs in enumerate(structures):
         extra = [line for line in theirs if line not in set(structures[0])]
         absent = [line for line in structures[0] if line not in set(theirs)]
         if extra or absent:
-            theirs_only, rank_0_only = (", ".join(each[:3]) or "nothing" for each in (extra, absent))
+            theirs_only, rank_0_only = (", ".join(listed[:3]) or "nothing" for listed in (extra, absent))
             lines.append(f"rank {rank} has {theirs_only} where rank 0 has {rank_0_only}")
     what = "; ".join(lines) or "the same names, in another order"
     return f"the ranks built different models, or train them differently: {what}"

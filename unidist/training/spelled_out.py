@@ -118,12 +118,12 @@ class SpelledOut:
         return plan.closes
 
     def _the_model(self, model: Any) -> Prepared:
-        trained = [each for each in self._trainer.prepared if each.model() is not None]
+        trained = [entry for entry in self._trainer.prepared if entry.model() is not None]
         if model is None and len(trained) == 1:
             return trained[0]
-        for parameter in trained:
-            if parameter.model() is model:
-                return parameter
+        for entry in trained:
+            if entry.model() is model:
+                return entry
         if model is None:
             problem = (
                 "several models are prepared: say forward(model)" if trained else "prepare(model, optimizer) first"

@@ -144,7 +144,7 @@ class Trainer:
         with self.watch.within("prepare"):
             model, optimizer = self.backend.prepare(model, optimizer, settings.features)
         self.prepared = [entry for entry in self.prepared if entry.model() is not None]
-        self._untrained = [each for each in self._untrained if each.model() is not None]
+        self._untrained = [entry for entry in self._untrained if entry.model() is not None]
         drift = DriftCheck(self.backend, self.watch.collectives)
         if optimizer is None:
             self._untrained.append(Prepared(weakref.ref(model), lambda: None, schedule, drift))
@@ -203,14 +203,15 @@ class Trainer:
             watch.stepped()
             if plan.closes:
                 self.after_update(model, schedule, plan, drift)
-            own = plan.micro.weight
-            if not own:
+            micro = plan.micro
+            if not micro.weight:
                 loss = self._nothing(loss)
             elif info is not None and weight is None and reduction == "mean":
                 share = info.real * ranks / info.total
                 loss = loss if share == 1.0 else loss * share
             elif plan.rescale is None and plan.closes and schedule.single:
-                loss = loss if isinstance(mean_weight, float) and mean_weight == own else loss * (own / mean_weight)
+                same = isinstance(mean_weight, float) and mean_weight == micro.weight
+                loss = loss if same else loss * (micro.weight / mean_weight)
             schedule.last_loss = loss
             return loss
 

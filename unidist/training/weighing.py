@@ -47,8 +47,8 @@ class Weighing:
         if weight is not None:
             told = self._told(weight)
             if info is None and told:
-                for each in self.batches.outstanding():
-                    _refuse_lost_padding(each)
+                for lost in self.batches.outstanding():
+                    _refuse_lost_padding(lost)
             if info is not None and 0 < info.real < info.rows:
                 raise UsageError(
                     f"{info.rows - info.real} rows of this batch are padding, which the step leaves out, and weight= "
@@ -78,7 +78,7 @@ class Weighing:
             if other_axes != schedule.other_axes:
                 schedule.axes.add(repr(schedule.other_axes))
             return info, float(info.real)
-        schedule.own_batches += 1
+        schedule.foreign_batches += 1
         if self.batches.padding_about(arrays):
             gc.collect()  # a batch may only be held by a cycle: of an error's frames, or of a data loader's iterator
         for about in self.batches.padding_about(arrays):
@@ -88,11 +88,11 @@ class Weighing:
                 f"function, use tail='drop', or say how many samples the loss is the mean of: {say}"
             )
         # Of an array whose first axis is not the samples' any more, it is another axis that changes with their number.
-        for each in self.batches.outstanding():
-            _refuse_lost_padding(each)
+        for lost in self.batches.outstanding():
+            _refuse_lost_padding(lost)
             if other_axes not in ([], schedule.other_axes):
                 raise UsageError(
-                    f"a batch of this pass, with {each.real} samples on this rank and other numbers on others, did not "
+                    f"a batch of this pass, with {lost.real} samples on this rank and other numbers on others, did not "
                     "come to a step as it was, and this one may have been made of it. Change batches inside the loss "
                     f"function, or say how many samples the loss is the mean of: {say}"
                 )
@@ -103,9 +103,9 @@ class Weighing:
         else:
             seen = "the batch holds no array" if whole else "the model was not called with an array inside forward()"
             raise UsageError(f"{seen}, so the number of samples that the loss is the mean of cannot be seen: say {say}")
-        schedule.own_axes.add(repr(schedule.other_axes))
+        schedule.foreign_axes.add(repr(schedule.other_axes))
         # Ranks whose batches change may have any of the shapes that were seen.
-        if schedule.compared and (len(schedule.own_axes) > 1 or not schedule.own_axes <= schedule.axes):
+        if schedule.compared and (len(schedule.foreign_axes) > 1 or not schedule.foreign_axes <= schedule.axes):
             self._agree_on_axes(schedule)
         return None, samples
 
@@ -150,7 +150,7 @@ class Weighing:
         if peers is None:
             return
         try:
-            everyone = peers.gather(f"axes {schedule.number}/{schedule.own_batches}", seen, patience)
+            everyone = peers.gather(f"axes {schedule.number}/{schedule.foreign_batches}", seen, patience)
         except RanksMissing:
             raise self._uncountable(schedule) from None
         if set(everyone) != {seen}:
