@@ -19,7 +19,7 @@ def is_loopback(address: str) -> bool:
 def resolve(host: str) -> str:
     """An address for this name, IPv4 if there is one. Raises socket.gaierror."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def is_own(address: str) -> bool:
@@ -53,10 +53,10 @@ def addresses() -> dict[str, str]:
 
 def interface_of(address: str) -> str | None:
     """The interface that holds an address of this host."""
-    own = addresses()
+    interfaces = addresses()
     if is_loopback(address):
-        return next((name for name, held in own.items() if is_loopback(held)), None)
-    return next((name for name, held in own.items() if held == address), None)
+        return next((name for name, held in interfaces.items() if is_loopback(held)), None)
+    return next((name for name, held in interfaces.items() if held == address), None)
 
 
 def outward_address() -> str:

@@ -154,7 +154,7 @@ def _with_launch_options(plugin: Plugin, given: dict[str, Any]) -> dict[str, Any
     launched: dict[str, Any] = json.loads(os.environ["UNIDIST_OPTIONS"])
     for key in [key for key in given if key in launched and launched[key] != given[key]]:
         # As the backend understands them: one value may have two spellings.
-        here, there = (registry.build_options(plugin, {**launched, key: each[key]}) for each in (given, launched))
+        here, there = (registry.build_options(plugin, {**launched, key: options[key]}) for options in (given, launched))
         if here != there:
             raise UsageError(
                 f"option {key} is {given[key]!r} in Strategy(…) and {launched[key]!r} in `unidist run --option`: "

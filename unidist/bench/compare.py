@@ -31,8 +31,8 @@ def compare(
     """`contestants[name](steps)` does so many steps. Every rank calls this; the times are this rank's."""
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for each in names:
-        contestants[each](steps)  # warm up
+    for name in names:
+        contestants[name](steps)  # warm up
     for round_number in range(rounds):
         for position in range(len(names)):
             name = names[(position + round_number) % len(names)]  # nobody always goes first
@@ -44,7 +44,7 @@ def compare(
         progress(f"round {round_number + 1} of {rounds}")
     lines = []
     for name in names:
-        ratios = [own / first for own, first in zip(seconds[name], seconds[names[0]], strict=True)]
+        ratios = [duration / first for duration, first in zip(seconds[name], seconds[names[0]], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
         lines.append(Line(name, statistics.median(seconds[name]) * 1e3, middle, low, high))
     return lines

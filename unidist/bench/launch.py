@@ -58,10 +58,10 @@ def main(plugin: Plugin, nproc: int, rounds: int, options: Sequence[str]) -> Non
                 seconds[name].append(_until_first(name, starts()[name], env, Path(folder)))
     print(f"to the first all-reduce, {plugin.name}, {nproc} processes, {rounds} rounds  ({machine()})")
     print(f"             seconds   over {names[0]:<12}   quartiles")
-    for name, own in seconds.items():
-        over = [mine - theirs for mine, theirs in zip(own, seconds[names[0]], strict=True)]
+    for name, times in seconds.items():
+        over = [mine - theirs for mine, theirs in zip(times, seconds[names[0]], strict=True)]
         low, middle, high = statistics.quantiles(over, n=4)
-        print(f"{name:<12} {statistics.median(own):8.2f} {middle:+19.2f}   {low:+.2f} to {high:+.2f}")
+        print(f"{name:<12} {statistics.median(times):8.2f} {middle:+19.2f}   {low:+.2f} to {high:+.2f}")
 
 
 def natively_or_by_strategy(native: str) -> str:
@@ -84,14 +84,14 @@ def ranks_by_hand(command: list[str], nproc: int, port: int) -> list[Start]:
 
 
 def _until_first(name: str, starts: Sequence[Start], env: dict[str, str], folder: Path) -> float:
-    """Seconds. All of the processes are at their end afterwards, also when one of them fails."""
+    """In seconds. All of the processes have ended afterwards, also when one of them fails."""
     outputs = [folder / f"output-{number}" for number in range(len(starts))]
     begin = time.time()
     started = []
     try:
-        for (command, own), output in zip(starts, outputs, strict=True):
+        for (command, extra), output in zip(starts, outputs, strict=True):
             with output.open("w") as stream:
-                started.append(subprocess.Popen(command, env={**env, **own}, stdout=stream, stderr=subprocess.STDOUT))
+                started.append(subprocess.Popen(command, env={**env, **extra}, stdout=stream, stderr=subprocess.STDOUT))
         while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
             if time.time() > begin + TIMEOUT:
                 break

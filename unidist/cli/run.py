@@ -248,16 +248,19 @@ def _show(job: Job, settings: Settings, plugin: Plugin, form: str) -> int:
 
 
 def _table(processes: Sequence[Process]) -> str:
-    """One row for each process; what they have in common, once, below."""
+    """One row for each process; what they have in common is listed once, below."""
     shown = [(process, {k: v for k, v in process.env.items() if k != "UNIDIST_TOKEN"}) for process in processes]
     common = dict(set.intersection(*(set(env.items()) for _, env in shown)))
-    rows = [("PROCESS", "HOST", "COMMAND"), *((each.name, each.host, " ".join(each.command)) for each, _ in shown)]
+    rows = [
+        ("PROCESS", "HOST", "COMMAND"),
+        *((process.name, process.host, " ".join(process.command)) for process, _ in shown),
+    ]
     width, *_ = widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines = [f"{name:<{widths[0]}}  {host:<{widths[1]}}  {command}" for name, host, command in rows]
     lines += ["", "each process has in its environment:"]
     for process, env in shown:
-        own = " ".join(f"{name}={value}" for name, value in sorted(env.items()) if name not in common)
-        lines.append(f"  {process.name:<{width}}  {own}")
+        variables = " ".join(f"{name}={value}" for name, value in sorted(env.items()) if name not in common)
+        lines.append(f"  {process.name:<{width}}  {variables}")
     lines += [f"  {'all':<{width}}  {name}={value}" for name, value in sorted(common.items())]
     if taken := totals(processes):
         lines += ["", f"in total: {taken}"]

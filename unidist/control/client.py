@@ -113,7 +113,7 @@ class Control:
 
         When they are not complete `timeout` seconds after this call, everyone gets `RanksMissing`.
         """
-        return [json.loads(each) for each in self.gather_bytes(key, rank, size, json.dumps(value).encode(), timeout)]
+        return [json.loads(body) for body in self.gather_bytes(key, rank, size, json.dumps(value).encode(), timeout)]
 
     def gather_bytes(self, key: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
         header, body = self.ask("gather", value, key=key, rank=rank, size=size, wait=timeout, patience=timeout)

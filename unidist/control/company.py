@@ -68,9 +68,9 @@ class Roster:
     def names(self, seats: Iterable[int]) -> str:
         """ "ranks 0-2, server 1 and the scheduler"."""
         wanted, parts = set(seats), []
-        for role, own in self._seats.items():
-            numbers = [number for number, seat in enumerate(own) if seat in wanted]
-            if numbers and role != "worker" and len(own) == 1:
+        for role, role_seats in self._seats.items():
+            numbers = [number for number, seat in enumerate(role_seats) if seat in wanted]
+            if numbers and role != "worker" and len(role_seats) == 1:
                 parts.append(f"the {role}")
             elif numbers:
                 parts.append(name_ranks(numbers, "rank" if role == "worker" else role))

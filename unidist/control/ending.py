@@ -160,7 +160,7 @@ def _uncaught() -> BaseException | None:
 
 
 def _flush_all() -> None:
-    for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), io.IOBase):
             with contextlib.suppress(Exception):
-                each.flush()
+                candidate.flush()

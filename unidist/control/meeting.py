@@ -36,7 +36,7 @@ from unidist.world import World
 
 NOTICE = 5.0  # seconds of waiting after which a person is told what for
 ATTEMPT = 3.0  # seconds for one attempt to connect
-OWN_START = 15.0  # seconds that a busy machine may take to start rank 0's own server
+SERVER_START = 15.0  # seconds that a busy machine may take to start rank 0's own server
 OVERTIME = 3.0  # seconds that the answer of a server may take on top of the timeout
 RIVALS = 1.0  # seconds between visits to those who may take themselves for rank 0, too
 SILENT_NOTE = 2.0  # seconds that nobody may answer where a note says: it may be that of a Strategy just closed
@@ -140,13 +140,13 @@ class Meeting:
             self._refused = True
             raise troubles.refusal(header, self._where, self._world, self._roster, self._company.hint)
         _met[self._job] = generation
-        told = [json.loads(each) for each in ungathered(header, body)]
+        told = [json.loads(answer) for answer in ungathered(header, body)]
         return self._met_world(told, header["rank"], scope)
 
     def _join(self, control: Control, scope: str, more: Mapping[str, str]) -> tuple[Header, bytes]:
         mine = {"host": socket.gethostname(), "node": network.identity(), **more, **self._company.tells}
         wait = max(0.5, self._until - time.monotonic())
-        own_timeout, control.timeout = control.timeout, OVERTIME
+        usual_timeout, control.timeout = control.timeout, OVERTIME
         seats, ours = self._roster.seats(self._world.role), lineage.own()
         answer = control.connect().ask(
             "gather",
@@ -166,7 +166,7 @@ class Meeting:
             name=self._roster.name,
             lineage=[ours.space, ours.pids],
         )
-        control.timeout = own_timeout
+        control.timeout = usual_timeout
         return answer
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class Meeting:
         world, control = self._world, self._control
         assert control is not None
         told = everyone[: world.world_size]
-        own = everyone[seat]["node"]
+        node = everyone[seat]["node"]
         number = seat - self._roster.seats(world.role).start
         addresses = node_addresses(everyone)
         place: dict[str, Any] = {}
@@ -198,8 +198,8 @@ class Meeting:
             size=world.world_size,
             hosts=tuple(answer["host"] for answer in told),
             addresses=tuple(addresses[answer["node"]] for answer in told),
-            address=addresses[own],
-            interface=network.interface_of(addresses[own]),
+            address=addresses[node],
+            interface=network.interface_of(addresses[node]),
             scope=scope,
             launched=self._launcher is not None,
             host=self._host,
@@ -234,9 +234,9 @@ class Meeting:
         port = listeners[0].getsockname()[1]
         bound = listeners[0].getsockname()[0]
         self._everywhere = bound in ("0.0.0.0", "::")
-        own = "127.0.0.1" if self._everywhere else bound
+        host = "127.0.0.1" if self._everywhere else bound
         self._host = Host(listeners, secret, job, _met.get(job, 0) + 1, widen)
-        self._own_place = Place(own, (port,), job, secret)
+        self._hosted_place = Place(host, (port,), job, secret)
         if self._note is not None:
             self._note.write(port, secret)
         elif not secret and not _met:  # once in a process
@@ -251,14 +251,14 @@ class Meeting:
         """Others that take themselves for rank 0 would wait elsewhere, as we do here, until the time is over."""
         assert self._place is not None
         assert self._control is not None
-        port, key = self._own_place.ports[0], f"{scope}: hosts"
+        port, key = self._hosted_place.ports[0], f"{scope}: hosts"
         hosts = " ".join(sorted({self._place.host, *self._world.rivals})).encode()  # tells other jobs from ours
         self._control.put(key, hosts)
         while self._thread.is_alive():
             for host in self._world.rivals:
                 with contextlib.suppress(OSError, CommunicationError):
                     address = network.resolve(host)
-                    if network.is_own(address) if self._everywhere else address == self._own_place.host:
+                    if network.is_own(address) if self._everywhere else address == self._hosted_place.host:
                         continue  # that would be ourselves
                     rival = self._control_at(self._place, port, host)
                     with contextlib.closing(rival):
@@ -291,8 +291,8 @@ class Meeting:
         return str(self._place) if self._place else "the launcher's control plane"
 
     def _connect(self) -> Control:
-        """The way to the host's server: tried again until there is one that is ours, or the time is over."""
-        until = self._until if self._host is None else max(self._until, time.monotonic() + OWN_START)
+        """Connect to the host's server: try again until there is one that is ours, or the time is over."""
+        until = self._until if self._host is None else max(self._until, time.monotonic() + SERVER_START)
         pause = 0.02
         while not self._cancelled:
             for place, host, port in self._candidates():
@@ -311,7 +311,7 @@ class Meeting:
         raise self._late()
 
     def _candidates(self) -> Iterator[tuple[Place, str, int]]:
-        place = self._place if self._host is None else self._own_place
+        place = self._place if self._host is None else self._hosted_place
         if place is not None:
             for port in place.ports:
                 yield place, place.host, port

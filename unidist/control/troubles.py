@@ -109,7 +109,7 @@ def _on_hosts(ranks: Mapping[int, str], roster: Roster) -> str:
     by_host: dict[str, list[int]] = {}
     for rank, host in ranks.items():
         by_host.setdefault(host, []).append(rank)
-    return " and ".join(roster.names(each) + (f" ({host})" if host else "") for host, each in by_host.items())
+    return " and ".join(roster.names(on_host) + (f" ({host})" if host else "") for host, on_host in by_host.items())
 
 
 def waiting(world: World, where: str, trouble: Exception | None, name: str, host: str) -> str:

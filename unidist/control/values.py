@@ -239,8 +239,8 @@ class Gatherings:
         """The first to lose patience settles it for all: who waits longer, or comes later, waits in vain."""
         if gathering.answer is None:
             missing = [rank for rank in range(gathering.size) if rank not in gathering.came]
-            came = {rank: each[2] for rank, each in gathering.came.items()}
-            wishes = {rank: each[1] for rank, each in gathering.came.items()}
+            came = {rank: who for rank, (_, _, who) in gathering.came.items()}
+            wishes = {rank: same for rank, (_, same, _) in gathering.came.items()}
             failure = {"error": "missing", "missing": missing, "came": came, "wishes": wishes, "waited": waited}
             self._fail(key, gathering, failure)
 

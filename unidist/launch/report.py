@@ -20,7 +20,7 @@ _ECHO = (
     r"PeerFailed|RanksMissing|Connection (reset|refused|closed)|Broken ?pipe|closed by (the )?(remote )?peer|"
     "does not answer"
 )
-_OWN = re.compile(r"(ConnectionRefused|ConnectionReset|ConnectionAborted|BrokenPipe)Error\b")
+_FROM_SCRIPT = re.compile(r"(ConnectionRefused|ConnectionReset|ConnectionAborted|BrokenPipe)Error\b")
 
 
 HINTS = {
@@ -32,7 +32,7 @@ HINTS = {
 def says_that_a_peer_is_gone(lines: Sequence[str], echoes: Sequence[str]) -> bool:
     """`echoes` are phrases of the engine, see `Plugin.echoes`."""
     last, echo = lines[-5:], "|".join([_ECHO, *echoes])
-    return not any(map(_OWN.match, last)) and bool(re.search(echo, "\n".join(last), re.IGNORECASE))
+    return not any(map(_FROM_SCRIPT.match, last)) and bool(re.search(echo, "\n".join(last), re.IGNORECASE))
 
 
 @dataclass(frozen=True)

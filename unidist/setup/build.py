@@ -40,7 +40,7 @@ def ensure(
     interpreter, version = pythons.find(recipe.python, python) if python else (None, None)
 
     def ready() -> Environment | None:
-        found = (each for each in store.existing(recipe, version) if not _lacking(each, wanted))
+        found = (candidate for candidate in store.existing(recipe, version) if not _lacking(candidate, wanted))
         return next((made for made in found if set(extra) <= set(made.added)), None)
 
     if not force and (found := ready()):
@@ -49,7 +49,7 @@ def ensure(
     with _lock(recipe, progress):
         if not force and (found := ready()):  # another process was faster
             return found
-        can_grow = (each for each in store.existing(recipe, version) if not each.interrupted)
+        can_grow = (candidate for candidate in store.existing(recipe, version) if not candidate.interrupted)
         environment = None if force else next(can_grow, None)
         if environment:
             steps = Steps(progress, log_of(environment))
@@ -68,7 +68,7 @@ def _lacking(environment: Environment, wanted: Sequence[Stage]) -> list[Stage]:
 
 
 def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stage], progress: Progress) -> Environment:
-    """A new one beside the old, which goes when all that it had is in the new one, unless somebody is using it."""
+    """Build a new one beside the old, which goes when the new one has all that it had, unless somebody is using it."""
     old, remembered = store.existing(recipe, version), additions.remembered(recipe)
     wanted = [stage for stage in recipe.stages if stage in wanted or any(stage.name in one.ready() for one in old)]
     environment = store.new(recipe, version)
@@ -81,11 +81,11 @@ def _build(recipe: Recipe, interpreter: str, version: str, wanted: Sequence[Stag
         _install(environment, recipe.name, recipe.every, steps)
     _grow(environment, interpreter, wanted, steps)
     additions.add_again(environment, remembered, steps)
-    for each in old:
-        if store.in_use(each.path):
-            progress.say(f"{each.path} is in use and stays; `unidist setup --prune` removes it later")
+    for previous in old:
+        if store.in_use(previous.path):
+            progress.say(f"{previous.path} is in use and stays; `unidist setup --prune` removes it later")
         else:
-            store.remove(each.path)
+            store.remove(previous.path)
     return environment
 
 

@@ -162,4 +162,4 @@ def check(plugin: str) -> None:
 
 
 def recipe_of(stage: str) -> Recipe | None:
-    return next((recipe for recipe in recipes() if stage in [each.name for each in recipe.stages]), None)
+    return next((recipe for recipe in recipes() if stage in [known.name for known in recipe.stages]), None)

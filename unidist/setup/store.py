@@ -109,15 +109,15 @@ class Environment:
 def existing(recipe: Recipe, version: str | None = None) -> list[Environment]:
     """Environments of this recipe with anything ready in them, for this or whichever interpreter, the newest first."""
     found = [environment for environment in _all(recipe, version) if environment.ready()]
-    return sorted(found, key=lambda each: each.made, reverse=True)
+    return sorted(found, key=lambda environment: environment.made, reverse=True)
 
 
 def named(recipe: Recipe) -> list[Environment]:
     """Ready environments of this name, also of older recipes, the newest first."""
     pattern = re.compile(rf"{re.escape(recipe.name)}-[0-9a-f]{{12}}-python[^-]+(-\d+)?")
     paths = [path for path in (home() / "environments").glob("*") if pattern.fullmatch(path.name)]
-    found = [each for path in paths if (each := Environment(recipe, path)).ready()]
-    return sorted(found, key=lambda each: each.made, reverse=True)
+    found = [environment for path in paths if (environment := Environment(recipe, path)).ready()]
+    return sorted(found, key=lambda environment: environment.made, reverse=True)
 
 
 def new(recipe: Recipe, version: str) -> Environment:
