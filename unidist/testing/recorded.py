@@ -54,7 +54,7 @@ class Recorded:
         """What every rank has remembered; their batches differ in size, so they travel padded."""
         gather, counts = self.case.strategy.all_gather, np.array([len(y) for _, y in self.rows])
         counts_of_all = gather(counts)
-        longest = max(int(each.max()) for each in counts_of_all)
+        longest = max(int(counts.max()) for counts in counts_of_all)
         x = np.stack([np.pad(x, ((0, longest - len(x)), (0, 0))) for x, _ in self.rows])
         y = np.stack([np.pad(y, (0, longest - len(y))) for _, y in self.rows])
         together = zip(counts_of_all, gather(x), gather(y), strict=True)
@@ -89,8 +89,8 @@ def by_thread(batches: Iterable[Any]) -> Iterator[Any]:
     ready: queue.Queue[Any] = queue.Queue(2)
 
     def read() -> None:
-        for each in batches:
-            ready.put(each)
+        for batch in batches:
+            ready.put(batch)
         ready.put(None)
 
     thread = threading.Thread(target=read)

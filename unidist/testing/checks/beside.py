@@ -98,9 +98,9 @@ def native_step_of_another_optimizer_is_noticed(case: Case) -> None:
             case.zoo.native_step(model, other, *batch(case))
         except StateError:
             continue
-        own = case.parameters(model)
-        everywhere = case.strategy.all_gather({"p": own})
-        if all((a == b).all() for answer in everywhere for a, b in zip(answer["p"], own, strict=True)):
+        parameters = case.parameters(model)
+        everywhere = case.strategy.all_gather({"p": parameters})
+        if all((a == b).all() for answer in everywhere for a, b in zip(answer["p"], parameters, strict=True)):
             continue  # the loss was one of global tensors
         with refused(RanksDisagree, "differs from rank 0"):
             case.strategy.save(case.folder / "apart", model=model)

@@ -83,8 +83,8 @@ def padded_batch_used_as_it_is_and_changed(case: Case) -> None:
     with refused(UsageError, "padding", "tail='drop'", "weight=n"):
         train.step(*(array * 1 for array in batches[1]))
     if case.backend.devices == 1:
-        own = own_rows(case, 0)
-        train(*own, weight=int(own[0].shape[0]))
+        rows = own_rows(case, 0)
+        train(*rows, weight=int(rows[0].shape[0]))
     train.is_serial()
 
 

@@ -125,9 +125,9 @@ def what_was_loaded_is_saved_again(case: Case) -> None:
         case.strategy.load(first, **other.parts)
         other.save(second, 3)
         was, now = read(first), read(second)
-        own = now.values["unidist"]
-        assert own | {"optimizer": None} == was.values["unidist"] | {"optimizer": None}
-        assert own["optimizer"]["kind"] == was.values["unidist"]["optimizer"]["kind"]
+        record = now.values["unidist"]
+        assert record | {"optimizer": None} == was.values["unidist"] | {"optimizer": None}
+        assert record["optimizer"]["kind"] == was.values["unidist"]["optimizer"]["kind"]
         assert was.arrays.keys() == now.arrays.keys()
         assert any(name.startswith("optimizer/") for name in was.arrays)
         for name in was.arrays:
@@ -185,12 +185,12 @@ def weights_alone(case: Case) -> None:
 def checkpoint_of_another_model_changes_nothing(case: Case) -> None:
     model = case.strategy.prepare(case.zoo.with_buffers())
     case.strategy.save(case.folder / "other", model=model)
-    own = case.strategy.prepare(case.mlp())
+    mlp = case.strategy.prepare(case.mlp())
     with refused(CheckpointError, "does not fit", "unexpected"):
-        case.strategy.load(case.folder / "other", model=own)
-    close(case.parameters(own), reference.weights(), tolerance=0)
+        case.strategy.load(case.folder / "other", model=mlp)
+    close(case.parameters(mlp), reference.weights(), tolerance=0)
     with refused(CheckpointError, "nowhere"):
-        case.strategy.load(case.folder / "nowhere", model=own)
+        case.strategy.load(case.folder / "nowhere", model=mlp)
 
 
 @check

@@ -99,9 +99,9 @@ def broadcast_from_every_rank(case: Case) -> None:
 @check
 def mean_is_over_everything(case: Case) -> None:
     """Also when the ranks bring different numbers of values."""
-    own: list[Any] = [float(case.rank)] * (case.rank + 1)
+    values: list[Any] = [float(case.rank)] * (case.rank + 1)
     everything = [float(rank) for rank in range(case.size) for _ in range(rank + 1)]
-    assert case.strategy.mean(own) == np.mean(everything)
+    assert case.strategy.mean(values) == np.mean(everything)
     native = case.backend.from_numpy(np.full(1, case.rank, dtype=np.float32))
     assert case.strategy.mean([native, native]) == (case.size - 1) / 2
     assert type(case.strategy.mean(3)) is float

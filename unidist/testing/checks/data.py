@@ -22,9 +22,9 @@ def drawn(case: Case, **how: Any) -> list[list[int]]:
 
 
 def batch(case: Case, x: Any) -> list[int]:
-    own = case.backend.to_numpy(x)
+    samples = case.backend.to_numpy(x)
     padded = np.full(64, -1)
-    padded[: len(own)] = own
+    padded[: len(samples)] = samples
     return [int(n) for part in case.strategy.all_gather(padded) for n in part if n >= 0]
 
 

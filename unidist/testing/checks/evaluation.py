@@ -89,11 +89,11 @@ def evaluation_is_the_same_on_every_rank(case: Case) -> None:
         step(x, y)
     probe = case.backend.from_numpy(reference.data(5)[0])
     with case.strategy.evaluate(model):
-        own = case.backend.to_numpy(model(probe))
+        outputs = case.backend.to_numpy(model(probe))
         again = case.backend.to_numpy(model(probe))
-    assert (own == again).all(), "evaluation changed the model"
-    for theirs in case.strategy.all_gather(own):
-        assert (theirs == own).all(), "ranks evaluate differently"
+    assert (outputs == again).all(), "evaluation changed the model"
+    for theirs in case.strategy.all_gather(outputs):
+        assert (theirs == outputs).all(), "ranks evaluate differently"
 
 
 @check

@@ -167,10 +167,10 @@ def averages_by_hand(case: Case) -> None:
         serial.step(*reference.data(4 * case.backend.devices * case.size))
         close(case.parameters(model), serial.parameters)
     model = case.strategy.prepare(case.mlp(), SGD(0.5), sync_every=0)[0]
-    own = {name: np.full(tensor.shape, float(case.rank)) for name, tensor in case.backend.state(model).items()}
-    case.backend.load_state(model, own)
+    state = {name: np.full(tensor.shape, float(case.rank)) for name, tensor in case.backend.state(model).items()}
+    case.backend.load_state(model, state)
     case.strategy.average_parameters(model)
-    close(case.parameters(model), [np.full(array.shape, (case.size - 1) / 2) for array in own.values()])
+    close(case.parameters(model), [np.full(array.shape, (case.size - 1) / 2) for array in state.values()])
 
 
 @check

@@ -139,7 +139,7 @@ def every_rank_has_a_log_file(case: Case) -> None:
     try:
         logging.getLogger("mine").warning("from rank %d", case.rank)
     finally:
-        for handler in [each for each in root.handlers if each not in before]:
+        for handler in [handler for handler in root.handlers if handler not in before]:
             root.removeHandler(handler)
             handler.close()
     case.strategy.barrier()

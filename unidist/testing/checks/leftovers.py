@@ -97,7 +97,7 @@ def batches_that_come_to_differ_in_another_axis(case: Case) -> None:
     )
 
     def repeated(rows: int) -> list[object]:
-        x, y = (case.backend.to_numpy(each) for each in batch(case))
+        x, y = (case.backend.to_numpy(array) for array in batch(case))
         return [case.backend.from_numpy(np.stack([array[:rows]] * 2 * case.backend.devices)) for array in (x, y)]
 
     for rows in (3, 3, 2, 3):

@@ -39,11 +39,11 @@ def same_start(case: Case) -> None:
 @check
 def same_start_of_buffers(case: Case) -> None:
     model = case.zoo.with_buffers()
-    own = {name: np.full(tensor.shape, case.rank + 1.0) for name, tensor in case.backend.state(model).items()}
-    case.backend.load_state(model, own)
+    state = {name: np.full(tensor.shape, case.rank + 1.0) for name, tensor in case.backend.state(model).items()}
+    case.backend.load_state(model, state)
     with contextlib.redirect_stderr(io.StringIO()):
         model = case.strategy.prepare(model, SGD(0.1))[0]
-    close(case.parameters(model), [np.full(array.shape, 1.0) for array in own.values()], tolerance=0)
+    close(case.parameters(model), [np.full(array.shape, 1.0) for array in state.values()], tolerance=0)
 
 
 @check
@@ -201,7 +201,7 @@ def spelled_out_step_in_the_wrong_order_is_refused(case: Case) -> None:
 def loss_that_is_not_one_number_is_refused(case: Case) -> None:
     model, optimizer = case.strategy.prepare(case.mlp(), SGD(0.5))
     step = case.strategy.train_step(model, optimizer, case.zoo.per_sample_loss)
-    x, y = (case.backend.from_numpy(each) for each in reference.data(4 * case.backend.devices))
+    x, y = (case.backend.from_numpy(array) for array in reference.data(4 * case.backend.devices))
     with refused(UsageError, "mean"):
         step(x, y)
     close(case.parameters(model), reference.weights(), tolerance=0)

@@ -106,8 +106,8 @@ def batches_of_two_loaders_in_one_step(case: Case) -> None:
         recorded, serial = Recorded(case), reference.Serial(reference.weights(), SGD(rate))
         for a, b, x, y in pairs():
             step(a, b, x, y)
-            for each in ((a, b), (x, y)):
-                recorded.remember(*each)
+            for pair in ((a, b), (x, y)):
+                recorded.remember(*pair)
         everyone = recorded.gather()
         for n in range(0, len(everyone[0]), 2):
             rows = [rank[m] for rank in everyone for m in (n, n + 1)]

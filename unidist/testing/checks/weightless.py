@@ -79,7 +79,7 @@ def loss_that_is_no_number_passes_through_no_statistics(case: Case) -> None:
     for number in (1.0, math.nan):
         model, optimizer = case.strategy.prepare(case.zoo.with_buffers(), SGD(0.5), sync_batchnorm=True)
         arrays = {
-            name: np.full_like(case.backend.to_numpy(own), 0.5) for name, own in case.backend.state(model).items()
+            name: np.full_like(case.backend.to_numpy(tensor), 0.5) for name, tensor in case.backend.state(model).items()
         }
         case.backend.load_state(model, arrays)
         factor = 1.0
