@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ("run", "--backend", "plain")
 ROLES = ("run", "--backend", "roles", "-n", "2", "--servers", "2")
+STAY = "child(); child(start_new_session=True); "  # in a script: a grandchild in the process group, one that left it
 PATIENCE = 120.0  # a hard limit for anything that should end by itself; no test asserts how long it took
 
 # Registered by an entry point, like any backend of a third party. "roles" has a scheduler and servers too.

@@ -6,7 +6,7 @@ import pytest
 
 import unidist
 from launch_support import RUN, Place
-from test_world import DMLC, HOROVOD, MXJOB, OPENMPI, PLAIN, PYTORCHJOB, SLURM, SLURM_BATCH, TORCHRUN, TRAINJOB
+from launcher_variables import DMLC, HOROVOD, MXJOB, OPENMPI, PLAIN, PYTORCHJOB, SLURM, SLURM_BATCH, TORCHRUN, TRAINJOB
 from unidist.errors import UsageError
 from unidist.launch.outer import refuse_several
 

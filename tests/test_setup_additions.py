@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from launch_support import PATIENCE, ROOT
+from setup_support import PYTHON
 from small_wheels import wheel
 from unidist.errors import SetupError, UsageError
 from unidist.setup import additions, build, store
 from unidist.setup.recipes import Recipe, Stage
 from unidist.setup.store import Environment
-
-PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 @pytest.fixture

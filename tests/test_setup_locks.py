@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from setup_support import PYTHON
 from small_wheels import wheel
 from unidist.errors import SetupError
 from unidist.setup import build, locks, recipes, store
 from unidist.setup.lock import requirements
 from unidist.setup.recipes import Recipe, Stage
-
-PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 @pytest.mark.parametrize(

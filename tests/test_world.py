@@ -1,108 +1,28 @@
-"""Every cluster environment, whole, partial and contradictory; and the file rendezvous between real processes."""
+"""Every cluster environment, whole, partial and contradictory."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
+from launcher_variables import (
+    DMLC,
+    HOROVOD,
+    MXJOB,
+    OPENMPI,
+    PLAIN,
+    PYTORCHJOB,
+    SLURM,
+    SLURM_BATCH,
+    TORCHRUN,
+    TRAINJOB,
+    UNIDIST,
+    Env,
+    mx_config,
+)
 from unidist.errors import WorldError
 from unidist.world import World, detect, expand_hostlist, tasks_per_node
-
-Env = dict[str, str]
-
-UNIDIST: Env = {
-    "UNIDIST_ROLE": "worker",
-    "UNIDIST_RANK": "3",
-    "UNIDIST_WORLD_SIZE": "4",
-    "UNIDIST_LOCAL_RANK": "1",
-    "UNIDIST_LOCAL_WORLD_SIZE": "2",
-    "UNIDIST_NODE_RANK": "1",
-    "UNIDIST_NUM_NODES": "2",
-    "UNIDIST_MASTER_ADDR": "10.0.0.1",
-    "UNIDIST_MASTER_PORT": "1234",
-}
-TORCHRUN: Env = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "WORLD_SIZE": "6",
-    "LOCAL_RANK": "2",
-    "LOCAL_WORLD_SIZE": "3",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "h0",
-    "MASTER_PORT": "29500",
-}
-HOROVOD: Env = {
-    "HOROVOD_RANK": "1",
-    "HOROVOD_SIZE": "2",
-    "HOROVOD_LOCAL_RANK": "0",
-    "HOROVOD_LOCAL_SIZE": "1",
-    "HOROVOD_CROSS_RANK": "1",
-    "HOROVOD_CROSS_SIZE": "2",
-}
-
-
-def mx_config(**changes: object) -> Env:
-    cluster = {
-        "scheduler": [{"url": "job-scheduler-0", "port": 9091}],
-        "server": [{"url": "job-server-0", "port": 9091}],
-        "worker": [{"url": "job-worker-0", "port": 9091}, {"url": "job-worker-1", "port": 9091}],
-    }
-    config = {"cluster": cluster, "labels": dict.fromkeys(cluster, ""), "task": {"type": "worker", "index": 1}}
-    return {"MX_CONFIG": json.dumps({**config, **changes})}
-
-
-DMLC: Env = {
-    "DMLC_ROLE": "worker",
-    "DMLC_PS_ROOT_URI": "127.0.0.1",
-    "DMLC_PS_ROOT_PORT": "9091",
-    "DMLC_NUM_SERVER": "1",
-    "DMLC_NUM_WORKER": "2",
-}
-MXJOB: Env = {**DMLC, "DMLC_PS_ROOT_URI": "job-scheduler-0", "DMLC_USE_KUBERNETES": "1", **mx_config()}
-OPENMPI: Env = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_MCA_ess_base_jobid": "3218276353",
-}
-SLURM_BATCH: Env = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "6",
-    "SLURM_JOB_NODELIST": "h[0-2]",
-    "SLURM_TASKS_PER_NODE": "2(x3)",
-}
-SLURM: Env = SLURM_BATCH | {
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_NODELIST": "h[0-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "4,1(x2)",
-    "SLURM_PROCID": "5",
-    "SLURM_NODEID": "2",
-}
-PYTORCHJOB: Env = {
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-    "WORLD_SIZE": "3",
-    "RANK": "1",
-    "PET_NPROC_PER_NODE": "auto",
-    "PET_NODE_RANK": "1",
-    "PET_NNODES": "3",
-}
-TRAINJOB: Env = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29400",
-}
-PLAIN: Env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 FOUND: dict[str, tuple[Env, dict[str, Any]]] = {
     "nothing": ({}, {"rank": 0, "world_size": 1, "source": "none"}),
@@ -356,75 +276,3 @@ def test_unreadable_hostlist(text: str) -> None:
 def test_tasks_per_node() -> None:
     assert tasks_per_node("4,1(x2)") == [4, 1, 1]
     assert tasks_per_node("2(x2)") == [2, 2]
-
-
-# -- arguments -----------------------------------------------------------------------------------------------
-
-
-def test_tcp() -> None:
-    world = detect({}, init="tcp://127.0.0.1:22225", rank=1, world_size=3)
-    assert world == World(
-        1, 3, 1, 3, 0, 1, "worker", "127.0.0.1", 22225, "tcp", "init='tcp://127.0.0.1:22225' was given"
-    )
-    assert detect({}, init="tcp://10.0.0.1:1", rank=1, world_size=3).local_rank == 0
-    assert detect({}, init="tcp://[::1]:1", rank=1, world_size=3).master_addr == "::1"
-    assert detect({"LOCAL_RANK": "2"}, init="tcp://10.0.0.1:1", rank=1, world_size=3).local_rank == 2
-
-
-def test_arguments_win_over_a_contradicting_environment() -> None:
-    assert detect({"RANK": "7"}, init="tcp://h0:1", rank=1, world_size=3).rank == 1
-    world = detect(PLAIN | {"RANK": "7"}, rank=1, world_size=3)
-    assert (world.rank, world.world_size, world.master_port, world.source) == (1, 3, 29500, "arguments")
-
-
-def test_arguments_complete_an_environment() -> None:
-    world = detect(SLURM, rank=0)
-    assert (world.rank, world.world_size, world.master_addr) == (0, 6, "h0")
-    assert detect(PLAIN, init="env://") == detect(PLAIN)
-    assert detect({}, rank=0, world_size=1).world_size == 1
-
-
-def test_minus_one_means_from_the_environment() -> None:
-    """As torch's scripts pass it: `--rank -1 --world-size -1`, with or without init."""
-    for env in (SLURM, PLAIN, TORCHRUN, OPENMPI, {}):
-        assert detect(env, rank=-1, world_size=-1) == detect(env)
-        assert detect(env, init="env://", rank=-1, world_size=-1) == detect(env)
-    assert detect(PLAIN, rank=-1, world_size=9).rank == detect(PLAIN).rank
-    assert detect(PLAIN, rank=0, world_size=-1).world_size == detect(PLAIN).world_size
-    world = detect(SLURM, init="tcp://h1:1234", rank=-1, world_size=-1)
-    assert (world.rank, world.world_size, world.place) == (detect(SLURM).rank, 6, detect(SLURM).place)
-    assert (world.master_addr, world.master_port) == ("h1", 1234)
-    assert "rank and world_size from slurm" in world.reason
-    meeting = {"MASTER_ADDR": "h0", "MASTER_PORT": "1234"}
-    for env, arguments in (({"RANK": "1"}, (-1, 3)), ({"WORLD_SIZE": "3"}, (1, -1))):
-        world = detect(env | meeting, rank=arguments[0], world_size=arguments[1])
-        assert (world.rank, world.world_size, world.master_addr) == (1, 3, "h0")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "texts"),
-    [
-        ({"init": "tcp://h0:1"}, ["not rank and world_size"]),
-        ({"init": "tcp://h0:1", "rank": 0}, ["not world_size"]),
-        ({"init": "file:///x", "world_size": 2}, ["not rank"]),
-        ({"init": "tcp://h0:1", "rank": 2, "world_size": 2}, ["rank is 2", "world_size is 2"]),
-        ({"init": "tcp://h0:1", "rank": -2, "world_size": 2}, ["rank is -2"]),
-        ({"init": "tcp://h0:1", "rank": -1, "world_size": -1}, ["not rank and world_size"]),
-        ({"init": "tcp://h0:1", "rank": -1, "world_size": 2}, ["not rank,"]),
-        ({"rank": 0, "world_size": -1}, ["rank=0 was given", "not world_size"]),
-        ({"init": "tcp://h0:1", "rank": "0", "world_size": 2}, ["rank='0'", "whole numbers"]),
-        ({"init": "tcp://h0", "rank": 0, "world_size": 2}, ["tcp://h0", "tcp://host:port"]),
-        ({"init": "tcp://h0:x", "rank": 0, "world_size": 2}, ["tcp://host:port"]),
-        ({"init": "tcp://h0:70000", "rank": 0, "world_size": 2}, ["65535"]),
-        ({"init": "file://x", "rank": 0, "world_size": 2}, ["three slashes"]),
-        ({"init": "nfs:///x", "rank": 0, "world_size": 2}, ["nfs:///x", "expected tcp://"]),
-        ({"rank": 0}, ["rank=0 was given", "not world_size", "init="]),
-        ({"world_size": 2}, ["not rank", "init="]),
-        ({"rank": 0, "world_size": 2}, ["nowhere to meet", "init='tcp://host:port'"]),
-    ],
-)
-def test_arguments_refused(arguments: dict[str, Any], texts: list[str]) -> None:
-    with pytest.raises(WorldError) as caught:
-        detect({}, **arguments)
-    for text in texts:
-        assert text in str(caught.value)
