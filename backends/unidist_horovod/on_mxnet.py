@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
-import threading
+import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 from mxnet import nd
 from mxnet.base import _LIB
 
-from unidist.plugin import RanksDisagree, Reduction, World
+from unidist.plugin import RanksDisagree, Reduction, World, end_process, ending, parting
 from unidist_horovod import ON_MXNET, HorovodOptions, meeting
 from unidist_horovod.meeting import SHUT_DOWN, Meeting, translated
 from unidist_mxnet.arrays import from_numpy
@@ -28,7 +30,6 @@ from unidist_mxnet.models import MxnetModels
 REDUCE = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
 
-LAST_STEPS = 30.0  # seconds for what is queued at the end of a script
 GROUP = 1 << 20  # bytes; so much is sent at once, while backward works on the rest
 
 
@@ -38,8 +39,8 @@ class MxnetOverHorovod(MxnetModels):
     def __init__(self, world: World, options: HorovodOptions, device: str | None, timeout: float) -> None:
         super().__init__(world, options, device)
         self._meeting = Meeting(hvd, _barrier, mx.MXNetError, world, options, timeout)
-        atexit.unregister(_finish)
-        atexit.register(_finish)  # after Horovod's own, so it is called before that shuts down
+        atexit.register(self._at_exit)  # after Horovod's own, so it is called before that shuts down
+        _open.add(self)
         self.world = self._meeting.world
         self.transport, self.version = self._meeting.transport, f"on mxnet {mx.__version__}"
         size = self.world.world_size
@@ -49,6 +50,8 @@ class MxnetOverHorovod(MxnetModels):
         return translated(what, self.world.rank, mx.MXNetError)
 
     def close(self, failed: bool) -> None:
+        _open.discard(self)
+        atexit.unregister(self._at_exit)
         self.release()
         if not failed:
             try:
@@ -62,6 +65,18 @@ class MxnetOverHorovod(MxnetModels):
             atexit.unregister(mx.base._notify_shutdown)
             atexit.register(_LIB.MXNotifyShutdown)
         self._meeting.leave(failed)
+
+    def _at_exit(self) -> None:
+        """A script may end without closing its Strategy, while its steps are still queued, which need all ranks."""
+        if getattr(sys, "last_value", None) is not None:
+            return
+        if self.world.peers is not None and parting.all_at_their_end(self.world.peers) != "exits":
+            end_process(ending.code())
+        try:
+            nd.waitall()
+        except mx.MXNetError:  # in a step that nobody has read
+            traceback.print_exc()
+            end_process(ending.code() or 1)
 
 
 class HorovodStore:
@@ -179,19 +194,25 @@ def _pieces(data: bytes, size: int) -> list[nd.NDArray]:
     return [from_numpy(whole[first : first + size], mx.cpu()) for first in range(0, len(whole), size)]
 
 
-def _finish() -> None:
-    """A script may end without closing its Strategy, while what it asked for is still queued: the other ranks have
-    asked for the same. After an error they may not have, and nobody waits for long."""
-    if getattr(sys, "last_value", None) is not None:
-        return
+_open: weakref.WeakSet[MxnetOverHorovod] = weakref.WeakSet()
 
-    def wait() -> None:
-        with contextlib.suppress(mx.MXNetError):
+
+def _before_fork() -> None:
+    """MXNet stops its engine before a fork, and waits for what runs in it: an exchange that another rank never answers
+    when its engine has been stopped with that exchange still in the queue. So all of them are made first."""
+    if _open:
+        with contextlib.suppress(mx.MXNetError):  # whoever reads a result is told
             nd.waitall()
 
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    waiting.join(timeout=LAST_STEPS)
+
+def _in_child() -> None:
+    """Horovod's thread is not there, and its end would wait for it."""
+    atexit.unregister(hvd.shutdown)
+    for backend in _open:
+        atexit.unregister(backend._at_exit)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def _barrier() -> None:
