@@ -2,50 +2,20 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 import on_ranks
 import unidist
+from example_runs import TIMEOUT, curve, finish, start
 from project import ROOT, free_port
 from unidist.launch.environments import interpreter_for
-
-TIMEOUT = 300
 
 
 def environment(backend: str) -> tuple[str, dict[str, str]]:
     python, variables = interpreter_for(backend)
     return python, {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-
-
-def finish(process: subprocess.Popen) -> str:
-    """The output of a process that ended well."""
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        pytest.fail(f"still running after {TIMEOUT} s:\n{output}")
-    assert process.returncode == 0, output
-    return output
-
-
-def start(command: list[str], env: dict[str, str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        command,
-        env=env,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def curve(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", output)]
 
 
 def launcher(way: str, python: str) -> list[str]:
