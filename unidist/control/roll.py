@@ -140,11 +140,13 @@ class Roll:
         member.state = "failed"
         if echo:
             self._name_who_ended(member)
-        earlier = [each for each in self._reports if each.member is member]
+        earlier = [report for report in self._reports if report.member is member]
         told = cause_of(member, *cause)
-        if not any(each.cause.what == told.what for each in earlier):  # else it counts from when it left the Strategy
-            report = Report(member, told, echo, new=bool(earlier) and not echo)
-            self._reports = [*(each for each in self._reports if each.member is not member), report]
+        if not any(
+            report.cause.what == told.what for report in earlier
+        ):  # else it counts from when it left the Strategy
+            others = [report for report in self._reports if report.member is not member]
+            self._reports = [*others, Report(member, told, echo, new=bool(earlier) and not echo)]
         self._asking.append((member, False, answer))
         self._later(SETTLING, lambda: self._settle(member, final=True))
 
@@ -172,7 +174,7 @@ class Roll:
             self._reports.append(Report(member, cause_of(member, LOST)._replace(lost=True)))
             self._settle(member, final=True)
         elif member.state == "gave up":
-            ours = [each for each in self._members.values() if each.group == member.group]
+            ours = [other for other in self._members.values() if other.group == member.group]
             if member.fatal:
                 self._settle(member, final=True)
             elif self.first is None and not any(one.connected for one in ours if one.role == "worker"):
@@ -207,13 +209,14 @@ class Roll:
         # error, though it may be missed a moment later than that was told. Where a process fails of something new after
         # an error that it caught, nobody's caught error is the cause.
         new = any(report.new for report in self._reports)
-        return sorted(self._reports, key=lambda each: (each.echo, new and each.was_caught, not each.cause.lost))
+        return sorted(self._reports, key=lambda report: (report.echo, new and report.was_caught, not report.cause.lost))
 
     def _settle(self, member: Member, final: bool = False) -> None:
         """`final`: it is certain that this one will not go on, and the others cannot without it."""
         left_alone = any(
-            each.group == member.group and (each.state == "open" or (each.state == "exits" and each.let_go is not None))
-            for each in self._members.values()
+            other.group == member.group
+            and (other.state == "open" or (other.state == "exits" and other.let_go is not None))
+            for other in self._members.values()
         )
         if self.first is None and final and left_alone:
             ordered = [report for report in self._ordered() if report.member.group == member.group]
@@ -250,10 +253,10 @@ class Roll:
         if self.first is not None:
             return
         front: dict[str, tuple[int, bool]] = {}
-        for each in self._members.values():
-            if each.state in ("open", "exits"):  # of what has ended, steps may be queued that wait for the others
-                at = each.together, each.inside and each.state == "open"
-                front[each.group] = max(at, front.get(each.group, (0, False)))
+        for other in self._members.values():
+            if other.state in ("open", "exits"):  # of what has ended, steps may be queued that wait for the others
+                at = other.together, other.inside and other.state == "open"
+                front[other.group] = max(at, front.get(other.group, (0, False)))
         furthest = self._furthest()
         for member in self._members.values():
             if member.state == "open" and member.leaving and not member.missed:
@@ -312,8 +315,8 @@ class Roll:
         if member.state == "open" and alone:
             self._stray(member, CLOSED)
         waiting = any(
-            each.state == "open" and each.group == member.group and each.inside and each.together == member.together
-            for each in self._members.values()
+            other.state == "open" and other.group == member.group and other.inside and other.together == member.together
+            for other in self._members.values()
         )
         if waiting and member.state == "gave up" and self.first is None:
             self._desert(member)

@@ -100,7 +100,7 @@ def _together(ranks: list[str | None]) -> str | None:
     if all(isinstance(rank, Skipped) for rank in ranks):
         return ranks[0]
     said = [f"skipped: {rank}" if isinstance(rank, Skipped) else rank for rank in ranks]
-    return "\n".join(f"rank {rank}:\n{each}" for rank, each in enumerate(said) if each) or None
+    return "\n".join(f"rank {rank}:\n{words}" for rank, words in enumerate(said) if words) or None
 
 
 def _launch(configuration: Configuration, names: list[str]) -> tuple[list[dict[str, str | None]], str, int]:
@@ -137,12 +137,12 @@ def conformance(
 
     configurations = [Configuration(backend, zoo, size, tuple(options.items()), servers) for size in world_sizes]
     names = [*CHECKS, "leaving", *(() if one_launch else SCENARIOS)]
-    cases = [(each, name) for each in configurations for name in names]
+    cases = [(launch, name) for launch in configurations for name in names]
     if not one_launch:
-        smaller = [(each, size) for each in configurations for size in world_sizes if size < each.world_size]
-        cases += [(each, f"{RESUMES} {size}") for each, size in smaller]
+        smaller = [(launch, size) for launch in configurations for size in world_sizes if size < launch.world_size]
+        cases += [(launch, f"{RESUMES} {size}") for launch, size in smaller]
 
-    @pytest.mark.parametrize(("configuration", "name"), cases, ids=[f"{each}-{name}" for each, name in cases])
+    @pytest.mark.parametrize(("configuration", "name"), cases, ids=[f"{launch}-{name}" for launch, name in cases])
     def test(configuration: Configuration, name: str) -> None:
         if name in SCENARIOS:
             scenario(configuration, name)
