@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import uv
 
+import python_archive
 from setup_support import PYTHON, Lab
 from unidist.cli import setup
 from unidist.errors import SetupError
-from unidist.setup import pythons
+from unidist.setup import build, pythons
 from unidist.setup.recipes import Recipe, Stage
 
 pytest_plugins = ["setup_support"]
@@ -28,8 +33,8 @@ def fake_python(path: Path, version: str, works: bool = True) -> str:
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No interpreter anywhere but in what a test puts below."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
-    for name in ("PYENV_ROOT", "CONDA_PREFIX", "UV_PYTHON_INSTALL_DIR"):
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in ("PYENV_ROOT", "CONDA_PREFIX", "UV_PYTHON_INSTALL_DIR", "XDG_DATA_HOME", "XDG_BIN_HOME"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -64,44 +69,75 @@ def test_a_missing_interpreter_is_told_before_anything_is_built(nowhere: Path, l
         setup.refuse_what_has_no_python(asked, None)
 
 
-def fake_uv(folder: Path, python: str) -> Path:
-    """What `uv python install 3.99` does, with a mirror that needs no network. It writes down how it was called."""
-    fake_python(folder / "mirror/python3.99", python)
-    target = folder / ".local/share/uv/python/cpython-3.99/bin"
-    uv = folder / "bin/uv"
-    uv.parent.mkdir(exist_ok=True)
-    uv.write_text(
-        f'#!/bin/sh\necho "$@" >> "{folder}/calls"\nmkdir -p {target}\ncp {folder}/mirror/python3.99 {target}\n'
-    )
-    uv.chmod(0o755)
-    return folder / "calls"
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return python_archive.pack(tmp_path_factory.mktemp("mirror"))
 
 
+@pytest.fixture
+def fetchable(nowhere: Path, lab: Lab, archive: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Its Python is missing, but the real uv is there and can have it from a mirror on the disk."""
+    for name in [name for name in os.environ if name.startswith("UV_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("UV_NO_CONFIG", "1")
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(nowhere / "cache"))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", python_archive.offer(archive, nowhere))
+    (nowhere / "bin").mkdir()
+    (nowhere / "bin/uv").symlink_to(uv.find_uv_bin())
+    # The archive has the Python that runs this test, which would be found as such.
+    monkeypatch.setattr(pythons, "current", lambda: "another")
+    return Recipe("later", (PYTHON,), (Stage("two", (), lab.probe("two")),))
+
+
+@pytest.mark.parametrize("place", [".local/share/uv/python", "elsewhere"])
 def test_a_missing_python_is_fetched_by_uv_only_when_asked(
-    nowhere: Path, lab: Lab, capfd: pytest.CaptureFixture[str]
+    place: str,
+    nowhere: Path,
+    lab: Lab,
+    fetchable: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    calls = fake_uv(nowhere, "3.99.2")
-    asked = [(Recipe("later", ("3.99",), (Stage("two", (), lab.probe("two")),)), ["two"])]
-    with pytest.raises(SetupError, match=r"add --yes: `uv python install 3\.99`.*nothing was built"):
+    installed = nowhere / place
+    if place == "elsewhere":  # the other one is uv's default
+        monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(installed))
+    asked = [(fetchable, ["two"])]
+    with pytest.raises(SetupError, match=rf"add --yes: `uv python install {re.escape(PYTHON)}`.*nothing was built"):
         setup.refuse_what_has_no_python(asked, None)
-    assert not calls.exists()
+    assert not installed.exists()
+    assert capfd.readouterr().err == ""
+
     setup.refuse_what_has_no_python(asked, None, may_fetch=True)
-    assert calls.read_text() == "python install 3.99\n"
-    assert "Python 3.99 is missing and is fetched now: uv python install 3.99" in capfd.readouterr().err
-    assert pythons.find(("3.99",))[1] == "3.99.2"
+    said = capfd.readouterr().err
+    assert said.startswith(f"Python {PYTHON} is missing and is fetched now: uv python install {PYTHON}\n")
+    assert f"Installed Python {platform.python_version()}" in said
+    python, version = pythons.find((PYTHON,))
+    assert Path(python).is_relative_to(installed)
+    assert version == platform.python_version()
+
     setup.refuse_what_has_no_python(asked, None, may_fetch=True)
-    assert calls.read_text() == "python install 3.99\n"  # not again
+    assert capfd.readouterr().err == ""  # not again
+    environment = build.ensure(fetchable, ["two"])
+    assert environment.made_with == python
+    assert lab.runs("two") == 1
+    where = [str(environment.python), "-I", "-c", "import venv; print(venv.__file__)"]
+    assert Path(subprocess.check_output(where, text=True)).is_relative_to(installed)
 
 
-def test_a_fetch_that_fails_and_a_machine_without_uv(nowhere: Path, lab: Lab) -> None:
+def test_a_fetch_that_fails(
+    nowhere: Path, fetchable: Recipe, archive: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", python_archive.offer(archive, nowhere, sha256="0" * 64))
+    failed = rf"`uv python install {re.escape(PYTHON)}` failed \(exit code 1\); what it says is above"
+    with pytest.raises(SetupError, match=rf"{failed} \(nothing was built\)"):
+        setup.refuse_what_has_no_python([(fetchable, ["two"])], None, may_fetch=True)
+    assert "Hash mismatch" in capfd.readouterr().err
+
+
+def test_a_missing_python_without_uv(nowhere: Path, lab: Lab) -> None:
     asked = [(Recipe("later", ("3.99",), (Stage("two", (), lab.probe("two")),)), ["two"])]
     with pytest.raises(SetupError, match=r"Install one \(`pyenv install 3\.99`.*nothing was built"):
-        setup.refuse_what_has_no_python(asked, None, may_fetch=True)
-    uv = nowhere / "bin/uv"
-    uv.parent.mkdir(exist_ok=True)
-    uv.write_text("#!/bin/sh\nexit 3\n")
-    uv.chmod(0o755)
-    with pytest.raises(SetupError, match=r"`uv python install 3\.99` failed \(exit code 3\)"):
         setup.refuse_what_has_no_python(asked, None, may_fetch=True)
 
 

@@ -6,5 +6,5 @@ import sys
 
 for name in ("numpy", "pytest", "hypothesis"):
     importlib.import_module(name)
-for name in ("ruff", "mypy", "build"):
+for name in ("ruff", "mypy", "build", "uv"):
     subprocess.run([sys.executable, "-m", name, "--version"], check=True)

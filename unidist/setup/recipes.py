@@ -92,6 +92,7 @@ DEV = Recipe(
                 "cloudpickle>=3",
                 "safetensors",
                 "tensorboard",
+                "uv",
             ),
             probe=str(Path(__file__).with_name("probe_dev.py")),
         ),
