@@ -291,5 +291,5 @@ def test_another_checkpoint_is_advised_only_where_the_checkpoint_is_at_fault(err
         raise error
 
     with pytest.raises(type(error)) as raised:
-        Agreement(lambda said: [said], 0, "load out").each(fail)
+        Agreement(lambda topic, said: [said], 0, "load out").each(fail)
     assert str(raised.value).endswith(ends)

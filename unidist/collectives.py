@@ -22,7 +22,7 @@ NUMBERS = (bool, int, float)
 class Collectives:
     """What went in comes out in kind, never in place. `within` is told what is about to happen, leaf by leaf."""
 
-    def __init__(self, backend: Backend, within: Callable[[str], AbstractContextManager[None]] | None) -> None:
+    def __init__(self, backend: Backend, within: Callable[[str, str], AbstractContextManager[None]] | None) -> None:
         self._backend, self._within = backend, within
 
     def all_reduce(self, value: Any, op: str) -> Any:
@@ -76,7 +76,7 @@ class Collectives:
     def _announced(self, what: str, tree: Tree | None = None) -> AbstractContextManager[None]:
         if self._within is None:
             return nullcontext()
-        return self._within(f"{what} {tree.signature}" if tree else what)
+        return self._within(what, tree.signature if tree else "")
 
     def _flat(self, arrays: list[Array], collective: Callable[[Any], list[Any]]) -> list[list[Array]]:
         """One collective for each dtype instead of one for each array; a list of the arrays for each result."""

@@ -21,7 +21,7 @@ from unidist.errors import (
 )
 
 T = TypeVar("T")
-Gather = Callable[[Any], list[Any]]
+Gather = Callable[[str, Any], list[Any]]
 
 KINDS = (CheckpointError, UsageError, UnsupportedOperation, StateError)  # each before those that are a kind of it
 WORDS = 4000  # characters that a rank says
@@ -59,7 +59,7 @@ class Agreement:
         except Exception as raised:
             error = raised
         wrong = max((n for n, kind in enumerate(KINDS) if isinstance(error, kind)), default=0) if error else None
-        everyones = self._gather({"wrong": wrong, "sha256": digest})
+        everyones = self._gather("result", {"wrong": wrong, "sha256": digest})
         failed = [answer["wrong"] for answer in everyones if answer["wrong"] is not None]
         if failed:
             kind = KINDS[failed[0]]
@@ -68,7 +68,7 @@ class Agreement:
 
     def _account(self, reason: str, kind: type[UnidistError]) -> str:
         """Who says what, each reason once."""
-        told = self._gather({"rank": self._rank, "host": socket.gethostname(), "reason": reason[:WORDS]})
+        told = self._gather("reason", {"rank": self._rank, "host": socket.gethostname(), "reason": reason[:WORDS]})
         ranks: dict[str, list[str]] = {}
         for answer in told:
             if answer["reason"]:

@@ -1,4 +1,4 @@
-"""What each rank has called last, and the first call in which ranks differ. No sockets, no threads."""
+"""What each rank has called last, and whether ranks wait for each other in different calls. No sockets, no threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from unidist.control.values import Refused
 
 KEPT = 8  # calls that a heartbeat tells of
-SHOWN = 200  # characters of each
+SHOWN = 100  # characters of each
 STEP = "step"
 
 
@@ -18,28 +18,37 @@ class Calls(NamedTuple):
 
     begun: int = 0  # how many operations this rank has begun
     others: Mapping[int, str] = {}  # the last ones that are no steps, by their numbers
-    skipped: int = 0  # steps that an error has left on this rank, and that the script went on without
+    inside: bool = False  # it has not finished the last one
+    skipped: bool = False  # an error has left its last step, and it has finished nothing since
 
     def at(self, number: int) -> str | None:
         """What this rank did as its operation of that number; None where that is not known, or yet to come."""
         known_from = min(self.others) if len(self.others) >= KEPT else 1
         return self.others.get(number, STEP) if known_from <= number <= self.begun else None
 
+    @property
+    def waits_in(self) -> int | None:
+        """The number of the call that it is inside of, if that is no step."""
+        return self.begun if self.inside and self.begun in self.others else None
 
-def read(said: Mapping[str, Any], begun: int) -> Calls:
+
+def read(said: Mapping[str, Any], begun: int, inside: bool) -> Calls:
     """From a heartbeat, which may come from anyone."""
-    others, skipped = said.get("calls", []), said.get("skipped", 0)
-    if not isinstance(others, list) or len(others) > KEPT or not isinstance(skipped, int):
-        raise Refused(f"calls must be a list of at most {KEPT}, and skipped a number")
+    others = said.get("calls", [])
+    if not isinstance(others, list) or len(others) > KEPT:
+        raise Refused(f"calls must be a list of at most {KEPT}")
     for call in others:
-        if not (isinstance(call, list) and [type(part) for part in call] == [int, str] and len(call[1]) <= SHOWN):
-            raise Refused("a call must be a number and a short text")
-    return Calls(begun, {number: text for number, text in others}, skipped)
+        if not isinstance(call, list) or [type(part) for part in call] != [int, str]:
+            raise Refused("a call must be a number and a text")
+        if len(call[1]) > SHOWN or not call[1].isprintable():
+            raise Refused("the text of a call must be short and printable")
+    return Calls(begun, {number: text for number, text in others}, inside, bool(said.get("skipped")))
 
 
-def first_difference(calls: Mapping[int, Calls]) -> dict[str, list[int]] | None:
-    """By rank: who did what in the first operation that was not the same on all of them."""
-    for number in sorted({number for made in calls.values() for number in made.others}):
+def different(calls: Mapping[int, Calls]) -> dict[str, list[int]] | None:
+    """By rank: who did what in an operation that one of them is still inside of, and that others began as something
+    else. What all have returned from is no reason to wait, however they called it."""
+    for number in sorted({made.waits_in for made in calls.values() if made.waits_in is not None}):
         found: dict[str, list[int]] = {}
         for rank, made in calls.items():
             what = made.at(number)

@@ -116,7 +116,11 @@ class Control:
         return [json.loads(body) for body in self.gather_bytes(key, rank, size, json.dumps(value).encode(), timeout)]
 
     def gather_bytes(self, key: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
-        header, body = self.ask("gather", value, key=key, rank=rank, size=size, wait=timeout, patience=timeout)
+        try:
+            header, body = self.ask("gather", value, key=key, rank=rank, size=size, wait=timeout, patience=timeout)
+        except KeyboardInterrupt:
+            self.tell("withdraw", key=key)  # else what we said would be paired with what others say to another question
+            raise
         if "error" in header:
             raise gather_error(header, repr(key))
         return ungathered(header, body)

@@ -34,7 +34,7 @@ class Heart:
         # The last operations of all ranks that are no steps, by number. One is noted before `_at` tells of it: what is
         # not noted, up to the number there, is a step.
         self._calls: deque[tuple[int, str]] = deque([(1, "start-up")], KEPT)
-        self._left = 0  # steps that an error has left, and that the script went on without
+        self._went_on = False  # after an error had left a step, and has finished nothing since
         self._pauses = self._waits = 0
         self._stepping = True  # inside a step, or that start
         self._queued = False  # what it did last is a step, and the engine may still be at it
@@ -60,18 +60,19 @@ class Heart:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def at(self, operation: str, step: int, together: bool = True, training: bool = False) -> None:
+    def at(self, operation: str, step: int, together: bool = True, training: bool = False, call: str = "") -> None:
         """`operation` is about to begin, after `step` updates. `together`: all ranks take part in it. `training`: it is
-        a step, which an engine may only queue, so that this process waits for the others when it reads a result."""
+        a step, which an engine may only queue, so that this process waits for the others when it reads a result.
+        `call` is what the operation must be called on every rank."""
         _, _, moves, number = self._at
         if self._skipped:
             # The script goes on with something else in its place. It counts until then: who leaves the Strategy for
             # good has broken off what others are in.
             number -= 1
-            self._left += 1
+            self._went_on = True
             self._skipped = self._stepping = False
         if together and not training:
-            self._calls.append((number + 1, operation[:SHOWN]))
+            self._calls.append((number + 1, (call or operation)[:SHOWN]))
         self._at = (operation, step, moves + 1, number + together)
         self._stepping |= together and training
         self._queued = training
@@ -79,7 +80,7 @@ class Heart:
 
     def stepped(self) -> None:
         """This process has done its part of the step, or of the engine's start."""
-        self._stepping = False
+        self._stepping = self._went_on = False
 
     def left_step(self) -> None:
         """An error has left the step, if one of all ranks was begun. The script may catch it, and skip the batch."""
@@ -95,6 +96,7 @@ class Heart:
         self._waits += 1
         try:
             yield
+            self._went_on = False
         except BaseException:
             self._broke_off = True
             raise
@@ -113,7 +115,7 @@ class Heart:
     def _beat(self) -> None:
         while True:
             operation, step, moves, together = self._at
-            calls = [call for call in self._calls.copy() if call[0] <= together]
+            calls = list(self._calls.copy())
             with contextlib.suppress(CommunicationError):  # the next may get through again
                 self._control.tell(
                     "beat",
@@ -127,7 +129,7 @@ class Heart:
                     together=together,
                     inside=self.place.inside or self._queued,
                     calls=calls,
-                    skipped=self._left,
+                    skipped=self._went_on,
                 )
             if self._stop.wait(self._interval):
                 break

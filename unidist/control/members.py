@@ -17,8 +17,8 @@ CLOSED = (
 )
 ENDED = "ended in mid-training without closing its Strategy"
 DIFFERENT = (
-    "the ranks do not make the same calls, and wait for each other: {who}. Make every call that all ranks take part in "
-    "on every rank, and not under `if strategy.is_main`"
+    "the ranks do not make the same calls, and wait for each other: {who}. Every rank must make the same calls in the "
+    "same order: look for one that is under `if strategy.is_main`"
 )
 SKIPPED = (
     "went on after an error had left one of its steps, which the others have made, and now the ranks wait for each "
@@ -31,6 +31,8 @@ class Member:
     together = 0  # operations of all ranks that it has begun
     calls = Calls()  # which
     moves = -1  # how often it got somewhere
+    heard = 0  # how many beats have come
+    found_out = False  # others have failed it, and it will not end by itself
     inside = False  # the last of them: waiting in it, or having broken it off
     leaving = False  # that is to close its Strategy
     fatal = False  # it gave up in a way that nobody catches
@@ -56,7 +58,7 @@ class Report(NamedTuple):
 
     @property
     def is_ending(self) -> bool:
-        return self.member.state == "failed" or self.member.fatal
+        return (self.member.state == "failed" and not self.member.found_out) or self.member.fatal
 
 
 def cause_of(member: Member, what: str, lines: tuple[str, ...] = ()) -> Cause:

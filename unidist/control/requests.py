@@ -125,6 +125,11 @@ class Requests:
         if key in one.waits:
             one.waits[key] = rank
 
+    def _withdraw(self, one: Connection, header: Header, body: bytes, reply: Reply) -> None:
+        """It does not wait for this gathering any more."""
+        if (key := _key(header)) in one.waits:
+            self.gatherings.abandon(key, one.waits[key], "it was interrupted there")
+
     def _beat(self, one: Connection, header: Header, body: bytes, reply: Reply) -> None:
         self.roll.beat(one.number, header)
         reply({}, b"")

@@ -7,13 +7,13 @@ are its echoes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 from unidist.control.agreement import name_values
-from unidist.control.calls import first_difference, odd_one, read
-from unidist.control.causes import Cause, shown
+from unidist.control.calls import different, odd_one, read
+from unidist.control.causes import Cause
 from unidist.control.lineage import UNKNOWN, Lineage
 from unidist.control.members import CLOSED, DIFFERENT, ENDED, LOST, SKIPPED, Member, Report, cause_of
 from unidist.control.pulses import Pulses, whole
@@ -21,6 +21,7 @@ from unidist.control.values import Timer
 
 SETTLING = 0.3  # seconds in which a better cause may still be reported
 GRACE = 5.0  # seconds that the others have to leave an operation that one has broken off: they may all fail in it
+LONG_STEP = 60.0  # seconds; a rank that went on after an error is not blamed for one that takes less
 
 LEAVE = "leave"  # the operation in which all ranks close their Strategy
 
@@ -54,8 +55,9 @@ class Roll:
             if member.state == "open":
                 member.together, member.inside = whole(said, "together"), bool(said.get("inside"))
                 member.leaving = operation.rpartition(": ")[2] == LEAVE
-                member.calls = read(said, member.together)
+                member.calls = read(said, member.together, member.inside)
                 moves, member.moves = member.moves, whole(said, "moves")
+                member.heard += 1
                 if member.inside and member.moves == moves and not self._comparing:
                     self._comparing = True
                     self._later(GRACE, partial(self._compare_calls, self._standing()))
@@ -273,31 +275,46 @@ class Roll:
                 member.missed = True
                 self._later(GRACE, partial(self._look_again, member))
 
-    def _standing(self) -> dict[Member, int]:
-        """How often each worker has got somewhere so far."""
-        return {member: member.moves for member in self._members.values() if member.role == "worker"}
+    def _standing(self) -> dict[Member, tuple[int, int]]:
+        """How often each worker has got somewhere so far, and was heard."""
+        return {
+            member: (member.moves, member.heard)
+            for member in self._members.values()
+            if member.role == "worker" and member.state == "open"
+        }
 
-    def _compare_calls(self, before: Mapping[Member, int]) -> None:
-        """Of workers that stand still since then: do they wait for each other in different operations?"""
+    def _compare_calls(self, before: Mapping[Member, tuple[int, int]]) -> None:
+        """Of workers that stand still since then, and were heard again: do they wait in different operations?"""
         self._comparing = False
-        still = [member for member, moves in before.items() if member.state == "open" and member.moves == moves]
+        still = {member for member, (moves, heard) in before.items() if member.moves == moves and member.heard > heard}
         for group in {member.group for member in still}:
-            ranks = {member.rank: member for member in still if member.group == group}
-            found = first_difference({rank: member.calls for rank, member in ranks.items()})
-            skipped = {member.calls.skipped for member in ranks.values()}
+            ranks = {member.rank: member for member in still if member.group == group and member.state == "open"}
+            found = different({rank: member.calls for rank, member in ranks.items()})
             if found is not None:
                 odd = odd_one(found)
                 ordered = sorted(found.items(), key=lambda item: odd not in item[1])
-                who = name_values({shown(operation): named for operation, named in ordered})
-                self._stray(ranks[odd], DIFFERENT.format(who=who))
-            elif len(skipped) > 1 and all(member.inside for member in ranks.values()):
-                self._stray(max(ranks.values(), key=lambda member: member.calls.skipped), SKIPPED)
+                self._stray(ranks[odd], DIFFERENT.format(who=name_values(dict(ordered))))
+            elif self._went_on_alone(group, still) is not None:
+                self._later(LONG_STEP, partial(self._blame_who_went_on, group, before))
+
+    def _went_on_alone(self, group: str, still: Collection[Member]) -> Member | None:
+        """A rank that skipped a step, where all of them stand still and others have made it."""
+        workers = [m for m in self._members.values() if m.group == group and m.role == "worker" and m.state == "open"]
+        skipped = [worker for worker in workers if worker.calls.skipped]
+        waiting = all(worker in still and worker.inside for worker in workers)
+        return skipped[0] if waiting and 0 < len(skipped) < len(workers) else None
+
+    def _blame_who_went_on(self, group: str, before: Mapping[Member, tuple[int, int]]) -> None:
+        still = {member for member, (moves, _) in before.items() if member.moves == moves}
+        member = self._went_on_alone(group, still)
+        if member is not None:
+            self._stray(member, SKIPPED)
 
     def _stray(self, member: Member, what: str) -> None:
         """It will never meet the others again."""
         if self.first is None:
             self._reports.append(Report(member, cause_of(member, what)))
-            member.state = "failed"
+            member.state, member.found_out = "failed", True
             self._settle(member, final=True)
 
     def _furthest(self) -> dict[str, tuple[int, bool]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unidist.errors import UsageError
+from unidist.errors import RanksDisagree, UsageError
 
 if TYPE_CHECKING:
     from unidist.backend import Backend
@@ -103,11 +103,13 @@ class Watch:
             self._heart.stepped()
         self.collectives: Collectives = Collectives(backend, self.within if self._heart else None)
 
-    def before(self, operation: str, training: bool = False) -> None:
-        """An operation of all ranks is about to start."""
+    def before(self, name: str, signature: str = "", training: bool = False) -> None:
+        """An operation of all ranks is about to start. Its name is the same on all of them, its signature should be."""
         if self._heart is None:
             return
-        self._heart.at(": ".join([*self._paused, operation]), self._updates, training=training)
+        operation = f"{name} {signature}" if signature else name
+        call = next((whole for whole in self._paused if whole in ("save", "load")), name)  # what the user has called
+        self._heart.at(": ".join([*self._paused, operation]), self._updates, training=training, call=call)
         self._sequence += 1
         if self.checking and self._world.peers is not None:
             from unidist.control import agree
@@ -118,20 +120,27 @@ class Watch:
                 agree(peers.control, self._sequence, self._world.rank, peers.size, operation, timeout, peers.scope)
 
     @contextmanager
-    def within(self, operation: str) -> Iterator[None]:
+    def within(self, name: str, signature: str = "") -> Iterator[None]:
         """Inside, this rank may have to wait for the others."""
-        self.before(operation)
+        self.before(name, signature)
         with self._heart.waiting() if self._heart else nullcontext():
             yield
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank says here, in JSON, outside of the engine."""
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """What each rank says to this topic, in JSON, outside of the engine."""
         peers = self._world.peers
         if peers is None:
             return [value]
         self._gathered += 1
         with self.within("gather"):
-            return peers.gather(f"gathered {self._gathered}", value, WEEK)
+            told = peers.gather(f"gathered {self._gathered}", {"topic": topic, "value": value}, WEEK)
+        if any(answer["topic"] != topic for answer in told):
+            topics = ", ".join(f"{answer['topic']} on rank {rank}" for rank, answer in enumerate(told[:8]))
+            raise RanksDisagree(
+                f"the ranks are not at the same point of what they do together ({topics}): one of them was interrupted "
+                "there. Let the error end the job on every rank, and resume from the last checkpoint"
+            )
+        return [answer["value"] for answer in told]
 
     def leaving(self) -> AbstractContextManager[None]:
         """Inside, this rank waits for the others to close their Strategy, too."""

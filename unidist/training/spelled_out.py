@@ -111,6 +111,7 @@ class SpelledOut:
                 self._trainer.backend.check_optimizer(model, optimizer)
             except UsageError:
                 prepared.schedule.give_up(prepared.schedule.updates)
+                self._trainer.watch.stepped()  # its exchange is made
                 raise
             self._trainer.backend.apply(model, optimizer, prepared.schedule.update(plan, clip_norm))
             self._trainer.watch.stepped()
