@@ -23,6 +23,7 @@ from unidist.checkpoint.layout import INDEX, digest
 from unidist.checkpoint.rng import capture
 from unidist.errors import CheckpointError
 from unidist.testing import reference
+from unidist.testing.case import Case
 
 DEEP: list = []
 for _ in range(300):
@@ -37,8 +38,8 @@ DECISIVE = ("world_size", "updates", "loader", "optimizer", "optimizer/kind", "o
 
 
 class Run:
-    def __init__(self, strategy, zoo, make):
-        self.strategy = strategy
+    def __init__(self, strategy, zoo, make, folder):
+        self.strategy, self.backend, self.folder = strategy, Case(strategy, zoo, "", folder).backend, folder
         net = zoo.mlp()
         self.model, self.optimizer = strategy.prepare(net, make(net))
         self._step = strategy.train_step(self.model, self.optimizer, zoo.cross_entropy)
@@ -54,14 +55,14 @@ class Run:
             break
 
     def fingerprint(self):
-        """All that a load may change."""
-        backend = self.strategy._backend
-        tensors, values = backend.optimizer_state(self.model, self.optimizer)
-        arrays = {**backend.state(self.model), **tensors}
-        seen = {name: backend.to_numpy(tensor).tobytes() for name, tensor in arrays.items()}
-        seen |= {name: array.tobytes() for name, array in {**capture(), **own_generator(backend)}.items()}
-        updates = self.strategy._trainer.prepared_as(self.model, self.optimizer).schedule.updates
-        return seen, repr(values), self.loader.state(), self.loader.epoch, updates
+        """All that a load may change: what each rank holds, and what a save holds beside, such as the updates."""
+        tensors, values = self.backend.optimizer_state(self.model, self.optimizer)
+        arrays = {**self.backend.state(self.model), **tensors}
+        seen = {name: self.backend.to_numpy(tensor).tobytes() for name, tensor in arrays.items()}
+        seen |= {name: array.tobytes() for name, array in {**capture(), **own_generator(self.backend)}.items()}
+        self.strategy.save(self.folder / "now", **self.parts)
+        saved = read(self.folder / "now").values
+        return seen, repr(values), self.loader.state(), self.loader.epoch, repr(saved)
 
 
 def optimizers(strategy, zoo):
@@ -228,7 +229,7 @@ def main(zoo, folder, share):
         zoo, folder = importlib.import_module(zoo), Path(folder)
         for name, make in optimizers(strategy, zoo).items():
             good, bad = folder / f"good {name}", folder / "bad"
-            run = Run(strategy, zoo, make)
+            run = Run(strategy, zoo, make, folder)
             run.step()
             strategy.save(good, **run.parts, note=[1, {"a": None}])
             run.step()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch_support import PATIENCE, ROOT, Place
-from unidist._version import __version__
+from unidist import __version__
 from unidist.cli import COMMANDS
 
 

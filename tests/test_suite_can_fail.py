@@ -131,6 +131,7 @@ def needs_what_is_not_promised(case):
 @check
 def not_promised_and_yet_not_refused(case):
     object.__setattr__(case.strategy.capabilities, "clip_norm", "only on Sundays")
+    # Nothing public makes a Strategy break its promise.
     case.strategy._require = lambda capability: None
     case.strategy._trainer.require = lambda capability: None
     case.requires("clip_norm")

@@ -1,9 +1,11 @@
 """Further checks of MXNet, where workers do not wait for each other or gradients are compressed."""
 
 import mxnet as mx
+import mxnet_checks  # noqa: F401  # registers them
 import numpy as np
 from mxnet.gluon import nn
-from mxnet_checks import of_images, record_file, train
+from mxnet_check_support import train
+from mxnet_io_checks import of_images, record_file
 
 from unidist import SGD
 from unidist.control import connect_from_env
