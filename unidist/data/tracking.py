@@ -322,7 +322,8 @@ def rows_of(arrays: Sequence[Any]) -> int:
     if len(lengths) > 1:
         raise UsageError(
             f"the arrays of this batch have {rows_said(arrays)} rows, so the number of samples that "
-            "the loss is the mean of cannot be seen: say it, as in step(…, weight=len(x))"
+            "the loss is the mean of cannot be seen: say it, as in step(…, weight=len(x)) or "
+            "backward(loss, weight=len(x))"
         )
     return lengths.pop()
 

@@ -160,7 +160,7 @@ class Weighing:
         return UsageError(
             "the batches of the ranks differ in another axis than the first (here, the arrays have "
             f"{schedule.other_axes} after it), so how many samples or tokens the loss is the mean of cannot be seen: "
-            "say it in each step, as in step(…, weight=len(x))"
+            "say it in each step, as in step(…, weight=len(x)) or backward(loss, weight=len(x))"
         )
 
 
