@@ -24,6 +24,7 @@ TESTS = [
     "plan",
     "data",
     "roll",
+    "roll_calls",
     "pace",
     "training",
     "control",
