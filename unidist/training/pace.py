@@ -12,7 +12,7 @@ LEAST, MOST = 4, 256  # steps that may wait, however long they take
 # The part of a full queue that is waited for before the engine is told more; the rest keeps it busy meanwhile. Where
 # Python and the engine share a core, long turns of each take less time than short ones. Against no bound at all,
 # OneFlow took 1.04 times as long with these numbers, 1.10 to 1.19 times with half and a quarter of the work in the
-# queue, and 1.40 times with 16 steps, as a loop does that reads each loss (tests/costs.py queue oneflow).
+# queue, and 1.40 times with 16 steps, as a loop does that reads each loss (one run with all of them in turn).
 DRAINED = 1 / 2
 
 
